@@ -1,0 +1,475 @@
+"""Decoding: a window of masks slides from left to right, and every forward yields one or more tokens.
+
+    prefix  x[0] ... x[n-1]  [M] [M] [M]      one causal forward
+                 predicts    n   n+1 ...      x[n-1] predicts token n, mask number m predicts token n+m
+    accept  the first candidate always, each next one while its confidence >= tau
+
+tau >= 1 is plain autoregressive decoding, the same loop with a window of one. Three caches, one loop each: `none`
+recomputes everything and is the oracle, `block` is the paper's, `cursor` lets every row run at its own pace.
+
+    python decode.py --tau 0.9                                   ask questions of the newest model
+    python decode.py --model DIR --prompt "..." --compare        and show the speed-up over one token at a time
+"""
+
+import argparse
+import codecs
+import json
+import os
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Callable, NamedTuple
+
+import torch
+
+from data import ChatTokenizer
+from kvcache import KVCache
+from model import UserError, load_pretrained, pick_device, pick_dtype, resolve
+
+MEASURES = ("probability", "entropy", "margin")
+CACHES = ("cursor", "block", "none")
+
+
+@dataclass
+class Generation:
+    """What one prompt became. sum(accepted) == len(ids); ids include the EOS that ended it, if one did."""
+
+    ids: list[int] = field(default_factory=list)
+    text: str = ""
+    n_forward: int = 0                                  # every forward while the row was alive: prefill and commits too
+    accepted: list[int] = field(default_factory=list)   # tokens taken by each forward that took any
+    stop_reason: str = ""                               # "eos" | "length" (max_new_tokens) | "context" (the model's positions)
+
+
+class Rules(NamedTuple):
+    """What is fixed for a batch: which ids are never emitted, which end a row, and how confidence is measured."""
+
+    mask_id: int
+    never: torch.Tensor     # (F,) ids that are never emitted: [MASK] and the padding rows of the embedding
+    eos_ids: torch.Tensor   # (E,)
+    measure: str            # one of MEASURES
+
+    @classmethod
+    def of(cls, tokenizer, vocab_size: int, measure: str = "probability", device=None) -> "Rules":
+        never = torch.tensor([tokenizer.mask_id, *range(tokenizer.n_tokens, vocab_size)], device=device)
+        return cls(tokenizer.mask_id, never, torch.tensor(tokenizer.eos_ids, device=device), measure)
+
+
+# ------------------------------------------------------------------------------------------ choosing and accepting
+
+
+def candidates(logits: torch.Tensor, rules: Rules) -> tuple[torch.Tensor, torch.Tensor]:
+    """Greedy choice and confidence (..., W) from logits (..., W, V), in float32 (METHOD 3; paper eq. 7).
+
+    [MASK] and padding rows are removed before the softmax. probability: of the chosen token; entropy: in nats, of the
+    whole distribution (low = sure); margin: best probability minus the second.
+    """
+    logits = logits.float().index_fill(-1, rules.never, -torch.inf)
+    top, ids = logits.max(-1)
+    if rules.measure == "probability":
+        return ids, 1 / (logits - top[..., None]).exp().sum(-1)
+    p = logits.softmax(-1)
+    if rules.measure == "entropy":
+        return ids, torch.special.entr(p).sum(-1)
+    best = p.topk(2, dim=-1).values
+    return ids, best[..., 0] - best[..., 1]
+
+
+def accept_prefix(ids, confidence, tau, limit, eos_ids, measure: str = "probability") -> torch.Tensor:
+    """How many candidates each row takes, (N,) int64: a prefix, never with a gap (METHOD 3; paper section 3.3).
+
+    ids, confidence (N, W); tau (N,); limit (N,) tokens the row may still take (0 = done); eos_ids (E,).
+    The first is taken always, the next while confidence >= tau (entropy: <= tau), nothing behind an EOS.
+    tau >= 1 (entropy: 0) is one token by rule, whatever rounding makes of the confidence. NaN never passes.
+    """
+    tau = tau[:, None]
+    if measure == "entropy":
+        passed = (confidence <= tau) & (tau > 0)
+    else:
+        passed = (confidence >= tau) & (tau < 1)
+    passed[:, 0] = True
+    n = passed.long().cumprod(1).sum(1)                                                 # length of the passing prefix
+    is_eos = (ids[..., None] == eos_ids).any(-1)                                        # (N, W)
+    up_to_eos = torch.where(is_eos.any(1), is_eos.long().argmax(1) + 1, ids.shape[1])
+    return torch.minimum(torch.minimum(n, up_to_eos), limit)
+
+
+def choose(model, hidden, tau, limit, rules: Rules) -> tuple[torch.Tensor, torch.Tensor]:
+    """Hidden states (N, W, D) of the window -> candidate ids (N, W) and how many are taken (N,), both on the CPU."""
+    ids, confidence = candidates(model.logits(hidden), rules)
+    tau, limit = tau.to(ids.device), limit.to(ids.device)
+    n = accept_prefix(ids, confidence, tau, limit, rules.eos_ids, rules.measure)
+    finite = (confidence.isfinite().all(1) | (limit == 0)).long()
+    packed = torch.cat([n[:, None], finite[:, None], ids], 1).cpu()                     # the step's one wait for the device
+    if not packed[:, 1].all():
+        raise UserError(f"row {int(packed[:, 1].argmin())}: the logits are not finite; use --dtype float32, or check the weights")
+    return packed[:, 2:], packed[:, 0]
+
+
+def pick(hidden: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+    """hidden (N, T, D), columns (N, W) on the CPU -> (N, W, D)."""
+    return hidden.gather(1, columns.to(hidden.device)[..., None].expand(-1, -1, hidden.shape[-1]))
+
+
+def padded(sequences: list[list[int]], fill: int, extra: int = 0) -> torch.Tensor:
+    """(N, longest + extra) int64 on the CPU, filled on the right."""
+    out = torch.full((len(sequences), max(map(len, sequences)) + extra), fill)
+    for i, s in enumerate(sequences):
+        out[i, : len(s)] = torch.tensor(s)
+    return out
+
+
+# ------------------------------------------------------------------------------------------- the rows being decoded
+
+
+class Batch:
+    """Host-side record of the rows: what each has produced and may still take, and tau before each forward."""
+
+    def __init__(self, model, tokenizer, prompts, tau, block_size, max_new_tokens, measure, on_text):
+        self.tokenizer, self.tau, self.on_text = tokenizer, tau, on_text
+        self.block_size, self.n_forward = block_size, 0
+        self.prompts = [tokenizer.encode_prompt(p) for p in prompts]
+        context = model.config.max_position_embeddings
+        for i, p in enumerate(self.prompts):
+            if len(p) >= context:
+                raise UserError(f"prompt {i} has {len(p)} tokens; the model has {context} positions, and one must stay free")
+        room = [context - len(p) for p in self.prompts]
+        self.limit = torch.tensor([min(max_new_tokens, r) for r in room])             # (N,) tokens a row may still take
+        self.at_limit = ["length" if max_new_tokens <= r else "context" for r in room]
+        self.generations = [Generation() for _ in prompts]
+        self.streams = [StreamDecoder(tokenizer) for _ in prompts]
+        self.device = model.lm_head.weight.device
+        self.rules = Rules.of(tokenizer, model.config.vocab_size, measure, self.device)
+
+    def alive(self) -> bool:
+        return bool((self.limit > 0).any())
+
+    def next_tau(self) -> tuple[torch.Tensor, int]:
+        """tau (N,) for the coming forward, and the width of its window: 1 when no row could take more."""
+        tau = as_tau(self.tau(self.n_forward) if callable(self.tau) else self.tau, len(self.prompts), self.rules.measure)
+        single = tau <= 0 if self.rules.measure == "entropy" else tau >= 1
+        return tau, 1 if single.all() else self.block_size
+
+    def forwarded(self) -> None:
+        """Count one forward for every row still alive."""
+        self.n_forward += 1
+        for i in self.limit.nonzero().flatten().tolist():
+            self.generations[i].n_forward += 1
+
+    def take(self, ids: torch.Tensor, n: torch.Tensor) -> None:
+        """Record that row i took ids[i, :n[i]]; ids (N, W), n (N,)."""
+        self.limit -= n
+        for i, (row, k) in enumerate(zip(ids.tolist(), n.tolist())):
+            if k == 0:
+                continue
+            g, taken = self.generations[i], row[:k]
+            g.ids += taken
+            g.accepted.append(k)
+            if taken[-1] in self.tokenizer.eos_ids:
+                g.stop_reason, self.limit[i] = "eos", 0
+            elif self.limit[i] == 0:
+                g.stop_reason = self.at_limit[i]
+            text = self.streams[i].add(taken, last=bool(g.stop_reason))
+            g.text += text
+            if self.on_text:
+                self.on_text(i, text, k)
+
+
+def as_tau(tau, n: int, measure: str) -> torch.Tensor:
+    """A float or one per row -> (n,) float32. Raises UserError for NaN, negative or infinite values."""
+    values = torch.as_tensor(tau, dtype=torch.float64).flatten()
+    if len(values) not in (1, n):
+        raise UserError(f"{len(values)} values of tau for {n} prompts")
+    wrong = values[~(values.isfinite() & (values >= 0))]
+    if len(wrong):
+        allowed = "0 (one token) up to ln V (the whole window)" if measure == "entropy" else "0 (the whole window) to 1 (one token)"
+        raise UserError(f"tau {wrong[0].item():g} is out of range for {measure}: {allowed}")
+    return values.float().expand(n)
+
+
+# ----------------------------------------------------------------------------------------------------- three loops
+
+
+def decode_none(model, batch: Batch) -> None:
+    """No cache: every step forwards the whole sequence and the window. Slow, and what the other two are checked against."""
+    while batch.alive():
+        tau, window = batch.next_tau()
+        sequences = [p + g.ids for p, g in zip(batch.prompts, batch.generations)]
+        length = torch.tensor([len(s) for s in sequences])
+        input_ids = padded(sequences, batch.rules.mask_id, extra=window - 1)           # causal: what is to the right does no harm
+        hidden = model(input_ids.to(batch.device))
+        ids, n = choose(model, pick(hidden, length[:, None] - 1 + torch.arange(window)), tau, batch.limit, batch.rules)
+        batch.forwarded()
+        batch.take(ids, n)
+
+
+def decode_cursor(model, batch: Batch) -> None:
+    """Every row at its own cursor: no row waits for another (the paper's future work)."""
+    longest = max(map(len, batch.prompts))
+    cache = KVCache(model.config, len(batch.prompts), longest + int(batch.limit.max()) + 2 * batch.block_size, model.lm_head.weight.dtype, batch.device)
+    pending, n_pending = padded(batch.prompts, batch.rules.mask_id), torch.tensor([len(p) for p in batch.prompts])
+    while batch.alive():
+        tau, window = batch.next_tau()
+        ids, n = cursor_step(model, cache, pending, n_pending, window, tau, batch.limit, batch.rules)
+        batch.forwarded()
+        batch.take(ids, n)
+        pending, n_pending = ids, n
+
+
+def cursor_step(model, cache: KVCache, pending, n_pending, window: int, tau, limit, rules: Rules):
+    """One forward of [tokens no forward has seen yet | masks] from every row's own cursor; the tokens are committed.
+
+    pending (N, P) ids, of which row i has n_pending[i] (N,): the prompt at first, then what the last step accepted; 0 for a
+    row that is done (limit 0). Shorter rows are filled on the right with further masks, which nothing reads.
+    tau, limit (N,). All on the CPU. Returns candidate ids (N, W) and how many are taken (N,).
+    """
+    width = int(n_pending.max()) + window - 1
+    column = torch.arange(width)
+    input_ids = torch.nn.functional.pad(pending, (0, max(0, width - pending.shape[1])))[:, :width]
+    input_ids = torch.where(column < n_pending[:, None], input_ids, rules.mask_id)
+    hidden = model(input_ids.to(rules.eos_ids.device), cache=cache)                    # (N, width, D)
+    cache.advance(n_pending)
+    last = (n_pending - 1).clamp(min=0)
+    return choose(model, pick(hidden, last[:, None] + torch.arange(window)), tau, limit, rules)
+
+
+def decode_block(model, batch: Batch, cache_block: int) -> None:
+    """The paper's cache (section 3.4): blocks of `cache_block` positions are filled, then committed with one more forward.
+
+    Rows fill a block at different speed and wait for the slowest before the next one begins.
+    """
+    N, mask_id = len(batch.prompts), batch.rules.mask_id
+    length = torch.tensor([len(p) for p in batch.prompts])
+    cache = KVCache(model.config, N, int(length.max() + batch.limit.max()) + cache_block, model.lm_head.weight.dtype, batch.device)
+    tau, window = batch.next_tau()
+    hidden = model(padded(batch.prompts, mask_id).to(batch.device), cache=cache)       # prefill
+    kept = pick(hidden, length[:, None] - 1)                                           # (N, 1, D): predicts the block's first token
+    cache.advance(length)
+    batch.forwarded()
+    while batch.alive():
+        size = min(cache_block, int(batch.limit.max()))
+        block, filled = torch.full((N, size), mask_id), torch.zeros(N, dtype=torch.long)
+        while (room := torch.minimum(size - filled, batch.limit)).any():
+            tau, window = batch.next_tau()
+            hidden = torch.cat([kept, model(block.to(batch.device), cache=cache)], 1)  # (N, 1 + size, D); column f predicts token f
+            columns = (filled[:, None] + torch.arange(window)).clamp(max=size)
+            ids, n = choose(model, pick(hidden, columns), tau, room, batch.rules)
+            place = filled[:, None] + torch.arange(window)
+            row, column = (torch.arange(window) < n[:, None]).nonzero(as_tuple=True)
+            block[row, place[row, column]] = ids[row, column]
+            filled += n
+            batch.forwarded()
+            batch.take(ids, n)
+        if batch.alive():
+            hidden = model(block.to(batch.device), cache=cache)                        # commit: the block's keys, now of real tokens
+            kept = pick(hidden, (filled - 1).clamp(min=0)[:, None])
+            cache.advance(filled)
+            batch.forwarded()
+
+
+@torch.inference_mode()
+def generate(
+    model,
+    tokenizer: ChatTokenizer,
+    prompts: list,
+    tau: float | list[float] | Callable = 1.0,
+    block_size: int | None = None,
+    max_new_tokens: int = 256,
+    cache: str = "cursor",
+    cache_block: int = 32,
+    measure: str = "probability",
+    on_text: Callable | None = None,
+) -> list[Generation]:
+    """Answer every prompt, greedily, in one batch. One Generation per prompt, in order.
+
+    prompts: str (one user turn) or message lists. tau: a float, one per prompt, or a function tau(n_forward) of the forwards
+    done so far, called before each forward and returning either. block_size: candidates per forward, the window B (default:
+    what the checkpoint was trained with, else 4). cache: "cursor" | "block" (blocks of cache_block positions) | "none".
+    measure: of confidence, "probability" | "entropy" | "margin". on_text(row, text, n_tokens) is called after each forward
+    of a row with the whole characters it added. Exact: in float32 the ids of a row depend neither on the cache (block: at
+    tau 1) nor on the other rows, up to ties closer than rounding. Raises UserError for values out of range.
+    """
+    block_size = block_size if block_size is not None else tokenizer.mars.get("block_size", 4)
+    for name, value in (("block_size", block_size), ("max_new_tokens", max_new_tokens), ("cache_block", cache_block)):
+        if value < 1:
+            raise UserError(f"{name} {value}: must be at least 1")
+    for name, value, allowed in (("cache", cache, CACHES), ("measure", measure, MEASURES)):
+        if value not in allowed:
+            raise UserError(f"{name} {value!r} is not one of {', '.join(allowed)}")
+    if not prompts:
+        return []
+    if not callable(tau):
+        as_tau(tau, len(prompts), measure)
+    if tokenizer.n_tokens > model.config.vocab_size:
+        raise UserError(f"the tokenizer has {tokenizer.n_tokens} tokens but the model only {model.config.vocab_size} embedding rows; they do not belong together")
+    batch = Batch(model, tokenizer, prompts, tau, block_size, max_new_tokens, measure, on_text)
+    if cache == "block":
+        decode_block(model, batch, cache_block)
+    else:
+        {"none": decode_none, "cursor": decode_cursor}[cache](model, batch)
+    return batch.generations
+
+
+class StreamDecoder:
+    """Token ids in, text out as soon as its characters are whole; the chunks join to tokenizer.decode of all ids."""
+
+    def __init__(self, tokenizer: ChatTokenizer):
+        self.tokenizer = tokenizer
+        self.utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def add(self, ids: list[int], last: bool = False) -> str:
+        """Text completed by ids; with last, whatever half a character is left comes out as U+FFFD."""
+        return self.utf8.decode(b"".join(map(self.tokenizer.token_bytes, ids)), final=last)
+
+
+# ------------------------------------------------------------------------------------------------------ the command
+
+
+def shade(parts, colour: bool | None = None) -> str:
+    """Text with each forward's tokens shaded together, darker for more. parts: (text, n_tokens) of each forward.
+
+    Without colour (default: when stdout is no terminal, or NO_COLOR is set) a forward of several tokens is [bracketed]n.
+    """
+    colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ if colour is None else colour
+    blues = (None, None, 153, 111, 69, 27)  # 256-colour backgrounds, light to dark
+
+    def one(text, n):
+        if n == 1 or not text:
+            return text
+        if not colour:
+            return f"[{text}]{n}"
+        ink, paper = (15, blues[min(n, 5)]) if n >= 4 else (16, blues[n])
+        return "\n".join(f"\033[38;5;{ink};48;5;{paper}m{line}\033[0m" if line else "" for line in text.split("\n"))
+
+    return "".join(one(text, n) for text, n in parts)
+
+
+def newest_model() -> tuple[Path, str]:
+    """The newest finished checkpoint under out/, else the shipped one; and which of the two it is."""
+    finished = [d for stage in ("mars", "sft") for d in Path("out").glob(f"*/{stage}") if (d / "config.json").is_file()]
+    if finished:
+        return max(finished, key=lambda d: (d / "config.json").stat().st_mtime), "the newest under out/"
+    shipped = Path(__file__).resolve().parent / "checkpoints" / "tiny-mars"
+    if shipped.is_dir():
+        return shipped, "the shipped one"
+    raise UserError("no model: nothing finished under out/ yet. Train one (python train.py) or name one (--model DIR)")
+
+
+def parse(argv) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    add = parser.add_argument_group("model").add_argument
+    add("--model", default=None, metavar="NAME|DIR", help="folder, short name or hub id (default: the newest under out/, else the shipped one)")
+    add("--device", default="auto", help="auto | cuda | mps | cpu")
+    add("--dtype", default="auto", choices=["auto", "float32", "bfloat16"], help="default: bfloat16 where it is fast")
+    add = parser.add_argument_group("what to say").add_argument
+    add("--prompt", action="append", metavar="TEXT", help="may be given several times: one batch. None: ask on the terminal, or read stdin")
+    add("--max-new-tokens", type=int, default=256, metavar="N")
+    add = parser.add_argument_group("how to decode").add_argument
+    add("--tau", type=float, default=0.9, help="confidence threshold; 1 = one token per forward, lower = more")
+    add("--block-size", type=int, default=None, metavar="B", help="candidates per forward (default: as trained)")
+    add("--measure", default="probability", choices=MEASURES, help="of confidence (entropy: accept while <= tau nats)")
+    add("--cache", default="cursor", choices=CACHES, help="key/value cache: none is the oracle, block the paper's")
+    add("--cache-block", type=int, default=32, metavar="N", help="positions per block of --cache block")
+    add = parser.add_argument_group("output").add_argument
+    add("--compare", action="store_true", help="also decode one token at a time, and show the speed-up")
+    add("--plain", action="store_true", help="text only, no shading")
+    add("--out", type=Path, default=None, metavar="DIR", help="also write the JSON object to DIR/generations.json")
+    add("--json", action="store_true", help="one JSON object as the last line")
+    return parser.parse_args(argv)
+
+
+def summary(generations: list[Generation], seconds: float) -> str:
+    tokens, forwards = sum(len(g.ids) for g in generations), sum(g.n_forward for g in generations)
+    reasons = ", ".join(dict.fromkeys(g.stop_reason for g in generations))
+    return f"{tokens} tokens, {forwards} forwards, {tokens / forwards:.2f} tokens/forward, {tokens / seconds:.1f} tokens/s, stop: {reasons}"
+
+
+def answer(model, tokenizer, prompts: list[str], args) -> dict:
+    """Decode, print, and return the JSON object of the command."""
+    settings = dict(block_size=args.block_size, max_new_tokens=args.max_new_tokens, cache=args.cache, cache_block=args.cache_block, measure=args.measure)
+    live = len(prompts) == 1
+    show = (lambda parts: "".join(t for t, _ in parts)) if args.plain else shade
+    parts: list[list] = [[] for _ in prompts]
+
+    def on_text(row, text, n):
+        parts[row].append((text, n))
+        if live:
+            print(show([(text, n)]), end="", flush=True)
+
+    def timed(tau, **more):
+        began = time.perf_counter()
+        return generate(model, tokenizer, prompts, tau, **{**settings, **more}), time.perf_counter() - began
+
+    one_token = 0.0 if args.measure == "entropy" else 1.0
+    if args.compare:  # the first forwards of a process are slow: both are timed warm
+        timed(args.tau, max_new_tokens=8)
+    generations, seconds = timed(args.tau, on_text=on_text)
+    for i, prompt in enumerate(prompts) if not live else ():
+        print(f"--- {prompt}\n{show(parts[i])}")
+    print("" if live else "---")
+    print(summary(generations, seconds))
+    tokens, forwards = sum(len(g.ids) for g in generations), sum(g.n_forward for g in generations)
+    result = {"generations": [g.__dict__ for g in generations], "tokens_per_forward": tokens / forwards, "tokens_per_second": tokens / seconds, "seconds": seconds}
+    if args.compare:
+        ar, ar_seconds = timed(one_token)
+        print(f"one at a time: {summary(ar, ar_seconds)}")
+        ar_rate = sum(len(g.ids) for g in ar) / ar_seconds
+        same = sum(a.ids == b.ids for a, b in zip(ar, generations))
+        print(f"speed-up {tokens / seconds / ar_rate:.2f}x in tokens per second; {same} of {len(prompts)} answers identical")
+        result["compare"] = {"tokens_per_second": ar_rate, "seconds": ar_seconds, "speedup": tokens / seconds / ar_rate, "identical": same}
+    return result
+
+
+def main(argv=None) -> int:
+    args = parse(argv)
+    try:
+        where, why = (args.model, "asked for") if args.model else newest_model()
+        as_tau(args.tau, 1, args.measure)
+        device = pick_device(args.device)
+        dtype, reason = pick_dtype(device, args.dtype)
+        folder = resolve(where)
+        tokenizer = ChatTokenizer.from_pretrained(folder)
+        model = load_pretrained(folder, dtype=dtype, device=device)
+        args.block_size = args.block_size if args.block_size is not None else tokenizer.mars.get("block_size", 4)
+        if not tokenizer.mars and (args.tau < 1) != (args.measure == "entropy"):
+            print(f"note: {where} was not trained with MARS, so what it says with more than one token per forward is noise; try --tau 1")
+        print(f"{where} ({why}) on {device}, {str(dtype).removeprefix('torch.')} ({reason}); tau {args.tau:g}, B={args.block_size}, {args.cache} cache\n", flush=True)
+        if not args.prompt and sys.stdin.isatty():
+            return converse(model, tokenizer, args)
+        prompts = args.prompt or [sys.stdin.read().strip()]
+        if prompts == [""]:
+            raise UserError("nothing to answer: give --prompt TEXT, or run it on a terminal")
+        result = answer(model, tokenizer, prompts, args)
+        if args.out:
+            args.out.mkdir(parents=True, exist_ok=True)
+            (args.out / "generations.json").write_text(json.dumps(result, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
+        if args.json:
+            print(json.dumps(result, ensure_ascii=False))
+    except UserError as e:
+        print(f"error: {e}", file=sys.stderr)
+        return 2
+    except (torch.OutOfMemoryError, MemoryError):
+        print(f"error: out of memory. Give fewer prompts at once, or lower --max-new-tokens (now {args.max_new_tokens})", file=sys.stderr)
+        return 2
+    return 0
+
+
+def converse(model, tokenizer, args) -> int:
+    """Ask for questions until an empty line; each is answered on its own."""
+    print("Ask something; an empty line ends.")
+    while True:
+        try:
+            question = input("\n> ").strip()
+        except (EOFError, KeyboardInterrupt):
+            question = ""
+        if not question:
+            return 0
+        try:
+            answer(model, tokenizer, [question], args)
+        except UserError as e:
+            print(f"error: {e}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

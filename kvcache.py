@@ -1,0 +1,55 @@
+"""The key/value cache: one preallocated buffer, one invariant.
+
+    A row's token at position p lives in slot p.
+
+Every forward writes contiguously from the row's cursor. Whatever lies at or behind the cursor is dead: a query at
+position p reads slots <= p only, and a later forward overwrites the dead slots before it could read them. So nothing
+is ever copied, shifted or erased: accepting tokens moves the cursor forward, rolling back moves it backward, and rows
+of one batch may stand at different places. (METHOD: paper section 3.4; the invariant is ours.)
+"""
+
+import torch
+
+
+class KVCache:
+    """Keys and values of every layer for `batch` rows of up to `max_len` positions.
+
+    `cursor` (N,) int64 lives on the CPU, so planning a step never waits for the device.
+    """
+
+    def __init__(self, config, batch: int, max_len: int, dtype=None, device=None):
+        shape = (config.num_hidden_layers, batch, max_len, config.num_key_value_heads, config.head_dim)
+        self.k = torch.zeros(shape, dtype=dtype, device=device)  # zeros, not empty: a dead slot weighs 0, and 0 * nan is nan
+        self.v = torch.zeros(shape, dtype=dtype, device=device)
+        self.cursor = torch.zeros(batch, dtype=torch.long)
+        self.max_len = max_len
+
+    def positions(self, n: int) -> torch.Tensor:
+        """(N, n) on the CPU: the next n positions of every row, from its cursor."""
+        return self.cursor[:, None] + torch.arange(n)
+
+    def advance(self, n) -> None:
+        """Commit n tokens (an int, or one per row as (N,)): what lies before the cursor is what later forwards see."""
+        self.cursor += n
+
+    def plan(self, positions: torch.Tensor):
+        """Once per forward: where new keys go and what each query may see.
+
+        positions (N, T) -> slots (N*T,) into the flattened (N, max_len) rows, and mask (N, 1, T, S), True = may attend,
+        with S = the last position + 1 (read on the CPU: pass CPU positions and no device is waited for).
+        Raises ValueError when a position lies outside the cache.
+        """
+        first, last = int(positions.min()), int(positions.max())
+        if first < 0 or last >= self.max_len:
+            raise ValueError(f"KV cache holds positions 0..{self.max_len - 1}, asked to write {first}..{last}")
+        positions = positions.to(self.k.device)
+        row = torch.arange(positions.shape[0], device=positions.device)[:, None]
+        slots = (row * self.max_len + positions).flatten()                       # (N*T,)
+        slot = torch.arange(last + 1, device=positions.device)                   # (S,)
+        return slots, (slot <= positions[..., None])[:, None]                    # (N, 1, T, S)
+
+    def write(self, layer: int, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor, length: int):
+        """Store k, v (N, T, Hkv, hd) and return views (N, length, Hkv, hd) of what the layer has so far."""
+        for buffer, new in ((self.k[layer], k), (self.v[layer], v)):
+            buffer.view(-1, *new.shape[2:]).index_copy_(0, slots, new.reshape(-1, *new.shape[2:]).to(buffer.dtype))
+        return self.k[layer][:, :length], self.v[layer][:, :length]

@@ -1,0 +1,466 @@
+"""Training: AR SFT, then MARS. One forward over two streams that share weights and positions,
+
+    clean   x[0] ... x[L-1]            strictly causal; position t predicts x[t+1]                    -> L_AR
+    noisy   [M] at every answer token  in blocks of B; the mask at position t also predicts x[t+1]    -> L_mask
+
+and L = L_mask + ar_weight * L_AR. Files go to --out: log.jsonl, one Hugging Face folder per finished stage (sft/, mars/),
+and step-NNNNNN/ folders to resume from.
+
+    python train.py --init qwen2.5-0.5b                    MARS on GSM8K train, B = 4
+    python train.py --init scratch --stages sft,mars       a tiny model from nothing, on generated problems
+"""
+
+import argparse
+import json
+import math
+import platform
+import shutil
+import sys
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+from tqdm import tqdm
+
+from data import ChatTokenizer, Row, arithmetic_tokenizer, encode_rows, epoch_steps, load_chats, micro_batches
+from model import ModelConfig, Qwen2, UserError, load_pretrained, pick_device, pick_dtype, replace_folder, save_pretrained
+
+IGNORE = -100  # label of a position that predicts nothing
+
+# --------------------------------------------------------------------------------------------- the mask and the loss
+
+
+def block_starts(positions, response_start, block_size: int, anchor=None):
+    """First position of the block of B that each noisy position belongs to (METHOD 2; paper section 3.2).
+
+    positions and response_start are broadcastable integer tensors (or ints). Blocks are counted from `anchor`: None = the
+    start of the response (the paper), 0 = absolute positions (the authors' code). A block never begins before the response.
+    """
+    positions, response_start = torch.as_tensor(positions), torch.as_tensor(response_start)
+    anchor = response_start if anchor is None else torch.as_tensor(anchor)
+    return torch.maximum(anchor + (positions - anchor) // block_size * block_size, response_start)
+
+
+def mars_mask(positions, starts, noisy):
+    """The block-causal mask (N, T, T), True = query i (row) may attend to key j (column). Paper Figure 2.
+
+    positions, starts, noisy: (N, T) or broadcastable; starts is read for noisy positions only.
+
+    L = 8, all of it response, B = 4:      clean 0..7 | noisy 0..7
+        clean 0  1.......|........         noisy 0  ........|1.......    block 0 sees no clean token ...
+        clean 1  11......|........         noisy 1  ........|11......
+        ...                                ...
+        clean 7  11111111|........         noisy 4  1111....|....1...    ... block 4 the clean 0..3
+    """
+    pos_q, pos_k = positions[..., :, None], positions[..., None, :]
+    start_q, start_k = starts[..., :, None], starts[..., None, :]
+    noisy_q, noisy_k = noisy[..., :, None], noisy[..., None, :]
+    clean_to_clean = ~noisy_q & ~noisy_k & (pos_k <= pos_q)
+    noisy_to_noisy = noisy_q & noisy_k & (start_k == start_q) & (pos_k <= pos_q)
+    noisy_to_clean = noisy_q & ~noisy_k & (pos_k < start_q)
+    return clean_to_clean | noisy_to_noisy | noisy_to_clean
+
+
+class Streams(NamedTuple):
+    """A micro-batch [clean | noisy]; columns 0..Tc-1 are clean, the rest noisy (none of them for SFT)."""
+
+    input_ids: torch.Tensor  # (N, T)
+    positions: torch.Tensor  # (N, T)
+    starts: torch.Tensor     # (N, T) block start of noisy positions
+    noisy: torch.Tensor      # (T,) bool
+    labels: torch.Tensor     # (N, T) the token each position is to predict, or IGNORE
+
+    def to(self, device) -> "Streams":
+        return Streams(*(t.to(device, non_blocking=True) for t in self))
+
+
+def build_streams(rows: list[Row], block_size: int | None, mask_id: int, anchor: int | None = None, multiple: int = 32) -> Streams:
+    """Rows -> one padded micro-batch. block_size None leaves the noisy stream out (SFT).
+
+    Both streams are padded to a `multiple` of tokens, so that few shapes occur and the allocator reuses its memory.
+    Padding needs no mask of its own: a clean pad lies behind every query that counts, and the noisy pads share block -1.
+    """
+    N, up = len(rows), lambda n: -(-n // multiple) * multiple
+    Tc = up(max(len(r.ids) for r in rows))
+    Tn = 0 if block_size is None else up(max(r.n_targets for r in rows))
+    input_ids = torch.zeros(N, Tc + Tn, dtype=torch.long)
+    positions = torch.zeros(N, Tc + Tn, dtype=torch.long)
+    starts = torch.full((N, Tc + Tn), -1)
+    labels = torch.full((N, Tc + Tn), IGNORE)
+    input_ids[:, Tc:] = mask_id
+    positions[:, :Tc] = torch.arange(Tc)
+    for i, row in enumerate(rows):
+        x = torch.tensor(row.ids)
+        input_ids[i, : len(x)] = x
+        at = Tc
+        for start, end in row.spans:
+            n = end - start
+            labels[i, start - 1 : end - 1] = x[start:end]            # clean: n targets x[start] .. x[end-1]
+            if block_size is not None:
+                p = torch.arange(start, end)
+                positions[i, at : at + n] = p
+                starts[i, at : at + n] = block_starts(p, start, block_size, anchor)
+                labels[i, at : at + n - 1] = x[start + 1 : end]      # noisy: n-1 targets x[start+1] .. x[end-1]
+                at += n
+    return Streams(input_ids, positions, starts, torch.arange(Tc + Tn) >= Tc, labels)
+
+
+def count_targets(rows: list[Row]) -> tuple[int, int]:
+    """(noisy, clean) supervised tokens of rows: n - 1 and n for every assistant turn of n tokens."""
+    n = sum(r.n_targets for r in rows)
+    return n - sum(len(r.spans) for r in rows), n
+
+
+def target_losses(model, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Cross-entropy in nats (M,), float32, of hidden (M, D) against labels (M,).
+
+    Runs in chunks of at most 2^26 logits, each recomputed in the backward pass: M x V logits never stand in memory.
+    """
+    if not len(labels):
+        return torch.zeros(0, device=labels.device)
+
+    def chunk_loss(h, y):
+        return F.cross_entropy(model.logits(h).float(), y, reduction="none")
+
+    size = max(1, 2**26 // model.config.vocab_size)
+    losses = [checkpoint(chunk_loss, h, y, use_reentrant=False, preserve_rng_state=False) for h, y in zip(hidden.split(size), labels.split(size))]
+    return torch.cat(losses)
+
+
+def dual_stream_loss(model, batch: Streams) -> tuple[torch.Tensor, torch.Tensor]:
+    """(L_mask, L_AR) of a micro-batch as sums over its own supervised tokens, in nats (METHOD 2; paper eq. 3 and 5).
+
+    Sums, not means: whoever calls divides by the token counts of the whole optimizer step, so that micro-batches and
+    ranks of unequal size add up to exactly the mean over tokens. Without a noisy stream L_mask is 0.
+    """
+    mask = mars_mask(batch.positions, batch.starts, batch.noisy) if batch.noisy.any() else None
+    hidden = model(batch.input_ids, batch.positions, mask)                     # (N, T, D)
+    supervised = batch.labels != IGNORE                                        # (N, T)
+    losses = target_losses(model, hidden[supervised], batch.labels[supervised])
+    noisy = batch.noisy.expand_as(supervised)[supervised]
+    return losses[noisy].sum(), losses[~noisy].sum()
+
+
+# ------------------------------------------------------------------------------------------------------- one stage
+
+
+def learning_rate(step: int, total: int, peak: float, warmup: float) -> float:
+    """Linear warm-up over the share `warmup` of all steps, then a cosine down to 0. step counts from 0."""
+    warm = max(1, round(warmup * total))
+    if step < warm:
+        return peak * (step + 1) / warm
+    return peak * 0.5 * (1 + math.cos(math.pi * (step - warm) / max(1, total - warm)))
+
+
+def autocast(device, dtype):
+    return torch.autocast(device.type, dtype=dtype, enabled=dtype != torch.float32)
+
+
+def optimizer_step(model, optimizer, rows: list[Row], block_size, mask_id, args, device, dtype) -> dict:
+    """Gradient of one optimizer step over `rows`, split by the token budget, then clip and update. Returns what to log."""
+    cost = [len(r.ids) + (r.n_targets if block_size else 0) for r in rows]
+    n_mask, n_ar = count_targets(rows)
+    total_mask = total_ar = 0.0
+    padded = 0
+    for group in micro_batches(cost, args.micro_tokens):
+        batch = build_streams([rows[i] for i in group], block_size, mask_id, args.anchor).to(device)
+        with autocast(device, dtype):
+            sum_mask, sum_ar = dual_stream_loss(model, batch)
+        loss = sum_mask / max(1, n_mask) + (args.ar_weight if block_size else 1) * sum_ar / n_ar
+        loss.backward()
+        total_mask, total_ar, padded = total_mask + sum_mask.item(), total_ar + sum_ar.item(), padded + batch.input_ids.numel()
+        del batch, sum_mask, sum_ar, loss  # before the next one is built
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.clip).item()
+    if not math.isfinite(norm):
+        raise UserError(f"the gradient is {norm} (L_mask {total_mask / max(1, n_mask):.3g}, L_AR {total_ar / n_ar:.3g}): lower --lr, or --dtype float32")
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=False)  # gradients keep their memory from step to step
+    return {"L_mask": total_mask / max(1, n_mask) if block_size else None, "L_AR": total_ar / n_ar, "grad_norm": norm,
+            "tokens": sum(cost), "padding": 1 - sum(cost) / padded}
+
+
+def train_stage(stage: str, model, tokenizer, rows, args, device, dtype, resume: dict | None = None) -> None:
+    """Train `model` in place for one stage ("sft" or "mars"), logging and saving as it goes."""
+    block_size = args.block_size if stage == "mars" else None
+    steps_per_epoch = math.ceil(len(rows) / args.batch_size)
+    total = args.steps[stage] or math.ceil(args.epochs[stage] * steps_per_epoch)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, betas=(0.9, 0.95), weight_decay=args.weight_decay, fused=device.type in ("cuda", "cpu"))
+    first = 0
+    if resume:
+        first = resume["step"]
+        model.load_state_dict(resume["model"])
+        optimizer.load_state_dict(resume["optimizer"])
+    elif stage == "mars" and not args.started_as_mars:
+        start_mask_embedding(model, tokenizer)
+    lengths = [len(r.ids) for r in rows]
+    seconds = estimate_seconds(model, rows, block_size, tokenizer.mask_id, args, device, dtype, total - first)
+    print(f"{stage}: {total - first} steps of {args.batch_size} chats ({total / steps_per_epoch:.2f} epochs of {len(rows)}), about {clock(seconds)}", flush=True)
+    model.train()
+    log = (args.out / "log.jsonl").open("a", encoding="utf-8")
+    bar = tqdm(range(first, total), initial=first, total=total, desc=stage, unit="step", disable=args.quiet, dynamic_ncols=True)
+    for step in bar:
+        began = time.perf_counter()
+        if step == first or step % steps_per_epoch == 0:
+            epoch = epoch_steps(lengths, args.batch_size, args.seed, step // steps_per_epoch)
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(step, total, args.lr, args.warmup)
+        record = optimizer_step(model, optimizer, [rows[i] for i in epoch[step % steps_per_epoch]], block_size, tokenizer.mask_id, args, device, dtype)
+        took = time.perf_counter() - began
+        record = {"stage": stage, "step": step + 1, **record, "lr": group["lr"], "tokens_per_second": record["tokens"] / took, "seconds": took, "rss_mb": rss_mb()}
+        log.write(json.dumps({k: float(f"{v:.6g}") if isinstance(v, float) and k[0] != "L" else v for k, v in record.items()}) + "\n")
+        log.flush()
+        bar.set_postfix({k: f"{record[k]:.3f}" for k in ("L_mask", "L_AR") if record[k] is not None} | {"tok/s": f"{record['tokens_per_second']:.0f}"})
+        if args.save_every and (step + 1) % args.save_every == 0 and step + 1 < total:
+            save_checkpoint(stage, step + 1, model, optimizer, tokenizer, args)
+    log.close()
+    model.eval()
+
+
+@torch.no_grad()
+def start_mask_embedding(model, tokenizer) -> None:
+    """Give [MASK] the mean of all real tokens' embeddings: rows never trained are a bad start (METHOD 2)."""
+    embed = model.model.embed_tokens.weight
+    embed[tokenizer.mask_id] = embed[: tokenizer.n_tokens].float().mean(0)
+
+
+def estimate_seconds(model, rows, block_size, mask_id, args, device, dtype, n_steps: int) -> float:
+    """Seconds for n_steps, from one measured forward and backward of a row of middling length (gradients are dropped)."""
+    row = sorted(rows, key=lambda r: len(r.ids))[len(rows) // 2]
+    batch = build_streams([row], block_size, mask_id, args.anchor).to(device)
+    for _ in range(2):  # the first pays for warming up
+        began = time.perf_counter()
+        with autocast(device, dtype):
+            loss = sum(dual_stream_loss(model, batch))
+        loss.backward()
+        float(loss.detach())
+        took = time.perf_counter() - began
+    model.zero_grad(set_to_none=True)
+    per_token = took / batch.input_ids.numel()
+    mean = sum(len(r.ids) + (r.n_targets if block_size else 0) for r in rows) / len(rows)
+    return per_token * mean * args.batch_size * n_steps
+
+
+# ----------------------------------------------------------------------------------------------------- checkpoints
+
+
+def mars_record(args, tokenizer, stage: str) -> dict:
+    return {"stage": stage, "block_size": args.block_size, "mask_token_id": tokenizer.mask_id, "mask_token": tokenizer.mask_token}
+
+
+def save_checkpoint(stage, step, model, optimizer, tokenizer, args) -> None:
+    """out/step-NNNNNN: the model as a Hugging Face folder plus trainer_state.pt; whole or not there. Older ones go."""
+    done = sum(args.steps_done.values())
+    dir = args.out / f"step-{done + step:06d}"
+    tmp = save_pretrained(dir.with_name(dir.name + ".part"), model, tokenizer, mars_record(args, tokenizer, stage), args.save_dtype)
+    state = {"stage": stage, "step": step, "steps_done": args.steps_done, "settings": args.settings, "started_as_mars": args.started_as_mars,
+             "model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    torch.save(state, tmp / "trainer_state.pt")
+    replace_folder(tmp, dir)
+    for other in checkpoints(args.out):
+        if other != dir:
+            shutil.rmtree(other)
+
+
+def checkpoints(out: Path) -> list[Path]:
+    """Whole checkpoints to resume from, oldest first."""
+    return sorted(d for d in out.glob("step-" + "[0-9]" * 6) if (d / "trainer_state.pt").is_file())
+
+
+def load_resume(args) -> dict:
+    """State of the newest checkpoint under args.out. Raises UserError if there is none or it was made by other settings."""
+    found = checkpoints(args.out)
+    if not found:
+        raise UserError(f"--resume: no step-NNNNNN checkpoint in {args.out}")
+    state = torch.load(found[-1] / "trainer_state.pt", map_location="cpu", weights_only=True)
+    changed = [f"{k} was {v!r}, is {args.settings.get(k)!r}" for k, v in state["settings"].items() if args.settings.get(k) != v]
+    if changed:
+        raise UserError(f"--resume: {found[-1]} was made with other settings: {'; '.join(changed)}")
+    lines = [json.loads(line) for line in (args.out / "log.jsonl").read_text(encoding="utf-8").splitlines()]
+    order = {s: i for i, s in enumerate(args.stages)}
+    keep = [r for r in lines if "stage" not in r or (order[r["stage"]], r["step"]) <= (order[state["stage"]], state["step"])]
+    (args.out / "log.jsonl").write_text("".join(json.dumps(r) + "\n" for r in keep), encoding="utf-8")
+    print(f"resuming {found[-1]}: {state['stage']} step {state['step']}", flush=True)
+    return state
+
+
+# ------------------------------------------------------------------------------------------------------ the command
+
+
+def rss_mb() -> int:
+    """Resident memory of this process in MB (0 where /proc is not there)."""
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * 4096 // 2**20
+    except OSError:
+        return 0
+
+
+def clock(seconds: float) -> str:
+    m, s = divmod(round(seconds), 60)
+    return f"{m // 60} h {m % 60:02d} min" if m >= 60 else f"{m} min {s:02d} s" if m else f"{s} s"
+
+
+def memory_gb(model, args, dtype) -> float:
+    """Estimated peak: weights, gradients and two AdamW moments in float32, plus the activations of one micro-batch."""
+    c = model.config
+    saved = c.num_hidden_layers * (10 * c.hidden_size + 4 * c.intermediate_size) * (4 if dtype == torch.float32 else 3)
+    params = sum(p.numel() for p in model.parameters())
+    return (16 * params + saved * args.micro_tokens + 4 * 4 * min(2**26, args.micro_tokens * c.vocab_size)) / 1e9
+
+
+def tiny_config(tokenizer) -> ModelConfig:
+    return ModelConfig(vocab_size=tokenizer.n_tokens, hidden_size=160, intermediate_size=448, num_hidden_layers=4, num_attention_heads=5,
+                       num_key_value_heads=5, max_position_embeddings=1024, rope_theta=1e4)
+
+
+def parse(argv) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    add = parser.add_argument_group("model").add_argument
+    add("--init", default="scratch", metavar="NAME|DIR", help="qwen2.5-0.5b | -1.5b | -3b | -7b | qwen2.5-coder-0.5b | smollm2-135m | scratch | hub id | folder")
+    add("--stages", default=None, metavar="LIST", help="sft, mars or sft,mars (default: mars; for scratch sft,mars)")
+    add = parser.add_argument_group("data").add_argument
+    add("--data", default=None, metavar="NAME|FILE", help="gsm8k | arithmetic | a JSONL file (default: gsm8k; for scratch arithmetic)")
+    add("--data-size", type=int, default=20_000, metavar="N", help="problems to generate for arithmetic")
+    add("--max-len", type=int, default=512, metavar="TOKENS", help="longer chats lose their tail")
+    add = parser.add_argument_group("objective").add_argument
+    add("--block-size", type=int, default=4, metavar="B", help="tokens per block, any B >= 1")
+    add("--ar-weight", type=float, default=1.0, metavar="W", help="L = L_mask + W * L_AR; 0 = the paper's 'w/o SFT loss'")
+    add("--anchor", type=int, default=None, metavar="P", help="position from which blocks are counted (default: each answer's start; 0 = the authors' code)")
+    add = parser.add_argument_group("optimizer").add_argument
+    add("--batch-size", type=int, default=None, metavar="CHATS", help="chats per optimizer step (default 16; for scratch 64)")
+    add("--epochs", type=float, default=1.0, metavar="E", help="per stage")
+    add("--steps", default=None, metavar="N[,N]", help="optimizer steps per stage, instead of --epochs")
+    add("--lr", type=float, default=None, help="peak learning rate (default 5e-5; for scratch 2e-3)")
+    add("--warmup", type=float, default=0.03, metavar="SHARE", help="share of the steps with rising lr; a cosine to 0 follows")
+    add("--weight-decay", type=float, default=0.0)
+    add("--clip", type=float, default=1.0, metavar="NORM", help="gradient norm limit")
+    add("--seed", type=int, default=0)
+    add = parser.add_argument_group("machine").add_argument
+    add("--device", default="auto", help="auto | cuda | mps | cpu")
+    add("--dtype", default="auto", choices=["auto", "float32", "bfloat16"], help="of the matrix products; weights and AdamW stay float32")
+    add("--micro-tokens", type=int, default=None, metavar="N", help="tokens in memory at once; a step is split to fit (default 2048; CUDA 16384)")
+    add = parser.add_argument_group("output").add_argument
+    add("--out", type=Path, default=None, metavar="DIR", help="default: out/<name of init>")
+    add("--save-every", type=int, default=100, metavar="STEPS", help="checkpoint to resume from; 0 = never")
+    add("--resume", action="store_true", help="continue the newest checkpoint in --out; give the same options again")
+    add("--quiet", action="store_true", help="no progress bar")
+    add("--json", action="store_true", help="one JSON object as the last line")
+    args = parser.parse_args(argv)
+
+    scratch = args.init == "scratch"
+    args.stages = (args.stages or ("sft,mars" if scratch else "mars")).split(",")
+    if args.stages not in (["sft"], ["mars"], ["sft", "mars"]):
+        parser.error(f"--stages {','.join(args.stages)}: allowed are sft, mars, and sft,mars")
+    args.data = args.data or ("arithmetic" if scratch else "gsm8k")
+    args.batch_size = args.batch_size or (64 if scratch else 16)
+    args.lr = args.lr if args.lr is not None else (2e-3 if scratch else 5e-5)
+    try:
+        steps = [int(n) for n in args.steps.split(",")] if args.steps else [None]
+    except ValueError:
+        parser.error(f"--steps {args.steps}: one whole number, or one per stage")
+    if len(steps) not in (1, len(args.stages)):
+        parser.error(f"--steps {args.steps}: {len(steps)} numbers for {len(args.stages)} stages")
+    steps = steps * len(args.stages) if len(steps) == 1 else steps
+    args.steps = dict(zip(args.stages, steps))
+    args.epochs = {s: args.epochs for s in args.stages}
+    at_least = {"block_size": 1, "batch_size": 1, "max_len": 2, "data_size": 1, "save_every": 0, "ar_weight": 0, "lr": 0, "weight_decay": 0}
+    for name, least in at_least.items():
+        if not getattr(args, name) >= least:
+            parser.error(f"--{name.replace('_', '-')} {getattr(args, name)}: must be at least {least}")
+    if any(n is not None and n < 1 for n in steps) or not min(args.epochs.values()) > 0:
+        parser.error("--steps and --epochs must be above 0")
+    if not 0 <= args.warmup <= 1 or not args.clip > 0:
+        parser.error("--warmup must lie in 0..1 and --clip above 0")
+    args.out = args.out or Path("out") / (args.init.rstrip("/").split("/")[-1])
+    names = ("init", "data", "data_size", "max_len", "stages", "block_size", "ar_weight", "anchor", "batch_size", "epochs", "steps", "lr", "warmup",
+             "weight_decay", "clip", "seed", "dtype", "micro_tokens")
+    args.settings = {name: getattr(args, name) for name in names}  # what makes two runs the same run
+    return args
+
+
+def run(args) -> dict:
+    device = pick_device(args.device)
+    dtype, reason = pick_dtype(device, args.dtype)
+    args.settings["micro_tokens"] = args.micro_tokens = args.micro_tokens or (16384 if device.type == "cuda" else 2048)
+    torch.manual_seed(args.seed)
+    if args.out.is_dir() and checkpoints(args.out) and not args.resume:
+        raise UserError(f"{args.out} holds an unfinished run ({checkpoints(args.out)[-1].name}): --resume continues it, --out DIR starts elsewhere")
+    if args.init == "scratch":
+        tokenizer = arithmetic_tokenizer()
+        model = Qwen2(tiny_config(tokenizer)).init_weights(args.seed)
+        args.save_dtype, args.started_as_mars = torch.bfloat16, False
+    else:
+        tokenizer = ChatTokenizer.from_pretrained(args.init)
+        model = load_pretrained(args.init)
+        args.save_dtype, args.started_as_mars = model.lm_head.weight.dtype, tokenizer.mars.get("stage") == "mars"
+    model = model.float().to(device)
+    if args.max_len > model.config.max_position_embeddings:
+        raise UserError(f"--max-len {args.max_len}: the model knows positions up to {model.config.max_position_embeddings}")
+    chats = load_chats(args.data, args.data_size, args.seed)
+    rows, left_out = encode_rows(chats, tokenizer, args.max_len)
+    if not rows:
+        raise UserError(f"{args.data}: none of its {len(chats)} chats is left to train on: {dict(left_out)}")
+    params = sum(p.numel() for p in model.parameters())
+    print(f"model   {args.init}: {params / 1e6:.1f}M parameters, [MASK] is {tokenizer.mask_token} ({tokenizer.mask_id})")
+    print(f"data    {args.data}: {len(rows)} chats, {sum(len(r.ids) for r in rows):,} tokens, {sum(r.n_targets for r in rows):,} of them to learn")
+    for why, n in left_out.items():
+        print(f"        {n} chats left out: {why}")
+    print(f"train   {' then '.join(args.stages)}, B={args.block_size}, ar_weight {args.ar_weight:g}, lr {args.lr:g}, {args.batch_size} chats a step, seed {args.seed}")
+    print(f"device  {device}, {str(dtype).removeprefix('torch.')} ({reason}); about {memory_gb(model, args, dtype):.1f} GB at {args.micro_tokens} tokens in memory")
+    print(f"output  {args.out}/", flush=True)
+    args.out.mkdir(parents=True, exist_ok=True)
+    state = load_resume(args) if args.resume else None
+    if not state:
+        (args.out / "log.jsonl").write_text(json.dumps({"settings": args.settings, "command": sys.argv, "device": str(device), "dtype": str(dtype),
+                                                        "torch": torch.__version__, "python": platform.python_version(), "machine": platform.machine()}) + "\n")
+    args.steps_done = state["steps_done"] if state else {}
+    if state:
+        args.started_as_mars = state["started_as_mars"]
+    for stage in args.stages[args.stages.index(state["stage"]) if state else 0 :]:
+        train_stage(stage, model, tokenizer, rows, args, device, dtype, state)
+        state = None
+        folder = save_pretrained(args.out / stage, model, tokenizer, mars_record(args, tokenizer, stage), args.save_dtype)
+        args.steps_done[stage] = args.steps[stage] or math.ceil(args.epochs[stage] * math.ceil(len(rows) / args.batch_size))
+        print(f"saved   {folder}", flush=True)
+    for old in checkpoints(args.out):
+        shutil.rmtree(old)
+    show_sample(model, tokenizer, chats[0], args, folder)
+    last = json.loads((args.out / "log.jsonl").read_text(encoding="utf-8").splitlines()[-1])
+    return {"checkpoint": str(folder), "stage": last["stage"], "steps": last["step"], "L_mask": last["L_mask"], "L_AR": last["L_AR"]}
+
+
+def main(argv=None) -> int:
+    args = parse(argv)
+    try:
+        result = run(args)
+    except UserError as e:
+        print(f"error: {e}", file=sys.stderr)
+        return 2
+    except (torch.OutOfMemoryError, MemoryError, RuntimeError) as e:
+        if isinstance(e, RuntimeError) and "memory" not in str(e).lower():
+            raise
+        print(f"error: out of memory. Lower --micro-tokens (now {args.micro_tokens}), then --max-len (now {args.max_len})", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(f"\nstopped; continue with the same command and --resume (checkpoints in {args.out}/)", file=sys.stderr)
+        return 130
+    if args.json:
+        print(json.dumps(result))
+    return 0
+
+
+def show_sample(model, tokenizer, messages, args, folder) -> None:
+    """Decode the first question of a chat with the new model, and say what to type next."""
+    from decode import generate, shade
+
+    question = [m for m in messages if m["role"] != "assistant"][:1]
+    parts = []
+    [done] = generate(model, tokenizer, [question], 0.9, args.block_size, max_new_tokens=64, on_text=lambda row, text, n: parts.append((text, n)))
+    print(f"\n{question[0]['content'] if question else ''}\n{shade(parts)}\n({len(done.ids)} tokens in {done.n_forward} forwards at tau 0.9)")
+    print(f"\nnext: python decode.py --model {folder} --tau 0.9 --compare")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
