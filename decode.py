@@ -25,7 +25,7 @@ import torch
 
 from data import ChatTokenizer
 from kvcache import KVCache
-from model import UserError, load_pretrained, pick_device, pick_dtype, resolve
+from model import UserError, is_out_of_memory, load_pretrained, pick_device, pick_dtype, resolve
 
 MEASURES = ("probability", "entropy", "margin")
 CACHES = ("cursor", "block", "none")
@@ -449,7 +449,9 @@ def main(argv=None) -> int:
     except UserError as e:
         print(f"error: {e}", file=sys.stderr)
         return 2
-    except (torch.OutOfMemoryError, MemoryError):
+    except (MemoryError, RuntimeError) as e:
+        if not is_out_of_memory(e):
+            raise
         print(f"error: out of memory. Give fewer prompts at once, or lower --max-new-tokens (now {args.max_new_tokens})", file=sys.stderr)
         return 2
     return 0

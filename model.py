@@ -32,6 +32,11 @@ class UserError(ValueError):
     """Something the person at the keyboard can put right; a command prints it as one line and exits with 2."""
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """True for what CUDA, Python and torch's CPU allocator raise when memory ends."""
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in str(error)
+
+
 # ------------------------------------------------------------------------------------------------------- the network
 
 

@@ -26,7 +26,7 @@ from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 
 from data import ChatTokenizer, Row, arithmetic_tokenizer, encode_rows, epoch_steps, load_chats, micro_batches
-from model import ModelConfig, Qwen2, UserError, load_pretrained, pick_device, pick_dtype, replace_folder, save_pretrained
+from model import ModelConfig, Qwen2, UserError, is_out_of_memory, load_pretrained, pick_device, pick_dtype, replace_folder, save_pretrained
 
 IGNORE = -100  # label of a position that predicts nothing
 
@@ -199,7 +199,6 @@ def train_stage(stage: str, model, tokenizer, rows, args, device, dtype, resume:
     seconds = estimate_seconds(model, rows, block_size, tokenizer.mask_id, args, device, dtype, total - first)
     print(f"{stage}: {total - first} steps of {args.batch_size} chats ({total / steps_per_epoch:.2f} epochs of {len(rows)}), about {clock(seconds)}", flush=True)
     model.train()
-    log = (args.out / "log.jsonl").open("a", encoding="utf-8")
     bar = tqdm(range(first, total), initial=first, total=total, desc=stage, unit="step", disable=args.quiet, dynamic_ncols=True)
     for step in bar:
         began = time.perf_counter()
@@ -209,13 +208,12 @@ def train_stage(stage: str, model, tokenizer, rows, args, device, dtype, resume:
             group["lr"] = learning_rate(step, total, args.lr, args.warmup)
         record = optimizer_step(model, optimizer, [rows[i] for i in epoch[step % steps_per_epoch]], block_size, tokenizer.mask_id, args, device, dtype)
         took = time.perf_counter() - began
-        record = {"stage": stage, "step": step + 1, **record, "lr": group["lr"], "tokens_per_second": record["tokens"] / took, "seconds": took, "rss_mb": rss_mb()}
-        log.write(json.dumps({k: float(f"{v:.6g}") if isinstance(v, float) and k[0] != "L" else v for k, v in record.items()}) + "\n")
-        log.flush()
+        record = {"stage": stage, "step": step + 1, **record, "lr": group["lr"], "tokens_per_second": record["tokens"] / took, "seconds": took, **memory_mb()}
+        with (args.out / "log.jsonl").open("a", encoding="utf-8") as log:
+            log.write(json.dumps(record) + "\n")
         bar.set_postfix({k: f"{record[k]:.3f}" for k in ("L_mask", "L_AR") if record[k] is not None} | {"tok/s": f"{record['tokens_per_second']:.0f}"})
         if args.save_every and (step + 1) % args.save_every == 0 and step + 1 < total:
             save_checkpoint(stage, step + 1, model, optimizer, tokenizer, args)
-    log.close()
     model.eval()
 
 
@@ -289,12 +287,15 @@ def load_resume(args) -> dict:
 # ------------------------------------------------------------------------------------------------------ the command
 
 
-def rss_mb() -> int:
-    """Resident memory of this process in MB (0 where /proc is not there)."""
+def memory_mb() -> dict:
+    """Memory of this process in MB: resident now, and the most it ever was (nothing where the system does not tell)."""
     try:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * 4096 // 2**20
-    except OSError:
-        return 0
+        import resource
+
+        now = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() // 2**20
+        return {"rss_mb": now, "peak_rss_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 2**10}
+    except (ImportError, OSError):
+        return {}
 
 
 def clock(seconds: float) -> str:
@@ -438,8 +439,8 @@ def main(argv=None) -> int:
     except UserError as e:
         print(f"error: {e}", file=sys.stderr)
         return 2
-    except (torch.OutOfMemoryError, MemoryError, RuntimeError) as e:
-        if isinstance(e, RuntimeError) and "memory" not in str(e).lower():
+    except (MemoryError, RuntimeError) as e:
+        if not is_out_of_memory(e):
             raise
         print(f"error: out of memory. Lower --micro-tokens (now {args.micro_tokens}), then --max-len (now {args.max_len})", file=sys.stderr)
         return 2

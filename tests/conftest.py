@@ -25,8 +25,8 @@ SHAPES = {  # the real sizes, scaled down: (heads, kv heads, head_dim, tied)
 
 def tiny_model(shape="tiny", seed=0, vocab_size=512, **more) -> Qwen2:
     """A random network, biases and norms included, with weights large enough that it has opinions."""
-    config = ModelConfig(vocab_size=vocab_size, intermediate_size=96, num_hidden_layers=3, max_position_embeddings=512, rope_theta=1e4,
-                         **{**SHAPES[shape], **more})
+    sizes = dict(intermediate_size=96, num_hidden_layers=3, max_position_embeddings=512, rope_theta=1e4)
+    config = ModelConfig(vocab_size=vocab_size, **{**sizes, **SHAPES[shape], **more})
     model = Qwen2(config)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():

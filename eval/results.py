@@ -1,0 +1,35 @@
+"""Where a number comes from: every results file carries the command, the versions and the machine that made it."""
+
+import hashlib
+import json
+import platform
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def provenance(device=None, dtype=None, data: str | None = None, seed: int | None = None) -> dict:
+    """Command, commit, versions, machine, and the sha256 of the data file."""
+    git = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
+    file = Path(data) if data else None
+    return {
+        "command": " ".join(["python", "-m", f"eval.{Path(sys.argv[0]).stem}", *sys.argv[1:]]),
+        "commit": git.stdout.strip() or None,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "machine": f"{platform.machine()}, {torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}",
+        "device": str(device),
+        "dtype": str(dtype).removeprefix("torch."),
+        "seed": seed,
+        "data_sha256": hashlib.sha256(file.read_bytes()).hexdigest() if file and file.is_file() else None,
+    }
+
+
+def write_results(path: Path, result: dict) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    print(f"wrote {path}")

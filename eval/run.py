@@ -1,0 +1,103 @@
+"""Accuracy and tokens per forward of a model on questions whose answers end in "#### number", for several tau.
+
+    python -m eval.run --model DIR --data gsm8k_test.jsonl --tau 1,0.95 --limit 50 --out results/NAME.json
+"""
+
+import argparse
+import json
+import math
+import re
+import sys
+import time
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+from data import ChatTokenizer, arithmetic, read_chats
+from decode import generate
+from eval.results import provenance, write_results
+from model import UserError, load_pretrained, pick_device, pick_dtype
+
+
+def final_answer(text: str) -> str | None:
+    """The number behind the last ####, thousands commas dropped; None when there is none."""
+    found = re.findall(r"####\s*\$?(-?[\d,]*\.?\d+)", text)
+    return found[-1].replace(",", "") if found else None
+
+
+def wilson(correct: int, n: int, z: float = 1.96) -> tuple[float, float]:
+    """95 % interval of a share (Wilson's score interval)."""
+    p, zz = correct / n, z * z
+    middle, half = (p + zz / (2 * n)) / (1 + zz / n), z * math.sqrt(p * (1 - p) / n + zz / (4 * n * n)) / (1 + zz / n)
+    return max(0.0, middle - half), min(1.0, middle + half)
+
+
+def evaluate(model, tokenizer, chats, tau: float, block_size, batch_size: int, max_new_tokens: int, cache: str, quiet=False) -> dict:
+    """Decode the first question of every chat at one tau. Returns the row of the results and the samples under "samples"."""
+    samples, seconds = [], 0.0
+    with tqdm(total=len(chats), desc=f"tau {tau:g}", unit="question", disable=quiet) as bar:
+        for i in range(0, len(chats), batch_size):
+            part = chats[i : i + batch_size]
+            began = time.perf_counter()
+            done = generate(model, tokenizer, [c[:-1] for c in part], tau, block_size, max_new_tokens, cache)
+            seconds += time.perf_counter() - began
+            for chat, g in zip(part, done):
+                gold, said = final_answer(chat[-1]["content"]), final_answer(g.text)
+                right = gold is not None and said is not None and float(gold) == float(said)
+                samples.append({"question": chat[-2]["content"], **g.__dict__, "gold": gold, "extracted": said, "correct": right})
+            bar.update(len(part))
+            bar.set_postfix(accuracy=f"{sum(s['correct'] for s in samples) / len(samples):.3f}")
+    n, right = len(samples), sum(s["correct"] for s in samples)
+    tokens, forwards = sum(len(s["ids"]) for s in samples), sum(s["n_forward"] for s in samples)
+    low, high = wilson(right, n)
+    return {"tau": tau, "n": n, "accuracy": right / n, "low": low, "high": high, "tokens": tokens, "tokens_per_forward": tokens / forwards,
+            "tokens_per_second": tokens / seconds, "samples": samples}
+
+
+def main(argv=None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    add = parser.add_argument_group("what").add_argument
+    add("--model", required=True, metavar="NAME|DIR")
+    add("--data", default="arithmetic", metavar="FILE", help="JSONL of chats or question/answer rows; or arithmetic: its unseen test problems")
+    add("--limit", type=int, default=200, metavar="N", help="the first N questions")
+    add("--tau", default="1,0.95,0.9,0.8", metavar="LIST")
+    add = parser.add_argument_group("how").add_argument
+    add("--block-size", type=int, default=None, metavar="B")
+    add("--cache", default="cursor", choices=["cursor", "block", "none"])
+    add("--batch-size", type=int, default=8, metavar="N")
+    add("--max-new-tokens", type=int, default=256, metavar="N")
+    add("--device", default="auto")
+    add("--dtype", default="auto", choices=["auto", "float32", "bfloat16"])
+    add = parser.add_argument_group("output").add_argument
+    add("--out", type=Path, default=None, metavar="FILE", help="results file; the samples go beside it, to FILE with .jsonl")
+    add("--json", action="store_true", help="one JSON object as the last line")
+    args = parser.parse_args(argv)
+    try:
+        device = pick_device(args.device)
+        dtype, reason = pick_dtype(device, args.dtype)
+        chats = [p.messages() for p in arithmetic("test", args.limit)] if args.data == "arithmetic" else read_chats(args.data)[: args.limit]
+        tokenizer = ChatTokenizer.from_pretrained(args.model)
+        model = load_pretrained(args.model, dtype, device)
+        print(f"{args.model} on {device}, {str(dtype).removeprefix('torch.')} ({reason}); {len(chats)} questions of {args.data}")
+        rows = [evaluate(model, tokenizer, chats, float(t), args.block_size, args.batch_size, args.max_new_tokens, args.cache) for t in args.tau.split(",")]
+    except UserError as e:
+        print(f"error: {e}", file=sys.stderr)
+        return 2
+    samples = [s | {"tau": r["tau"]} for r in rows for s in r.pop("samples")]
+    print("\n   tau  accuracy  95 % interval   tokens/forward  tokens/s")
+    for r in rows:
+        print(f"{r['tau']:6g}  {r['accuracy']:8.3f}  {r['low']:.3f} .. {r['high']:.3f}  {r['tokens_per_forward']:14.2f}  {r['tokens_per_second']:8.1f}")
+    result = {"task": args.data, "n": len(chats), "rows": rows}
+    if args.out:
+        write_results(args.out, result | {"model": args.model, "block_size": args.block_size or tokenizer.mars.get("block_size", 4), "cache": args.cache,
+                                          "batch_size": args.batch_size, "max_new_tokens": args.max_new_tokens, **provenance(device, dtype, args.data)})
+        args.out.with_suffix(".jsonl").write_text("".join(json.dumps(s, ensure_ascii=False) + "\n" for s in samples), encoding="utf-8")
+    if args.json:
+        print(json.dumps(result))
+    return 0
+
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    sys.exit(main())

@@ -1,0 +1,322 @@
+"""The window, acceptance, the three caches and what is counted: METHOD sections 3 and 4, CASES 9-18."""
+
+import copy
+
+import pytest
+import torch
+from conftest import tiny_model
+
+from decode import Rules, StreamDecoder, accept_prefix, candidates, generate, shade
+from model import UserError
+
+PROMPTS = [
+    "Hi",
+    "Ada has 3 coins. How many?",
+    "Ben has 12 books. Ben buys 7 more books at school. Then Ben doubles the number of books. How many books does Ben have now?",
+    "Cleo counts 5 shells.",
+    " ".join(f"{n} coins." for n in range(40)),
+]
+N = 24
+
+
+def quiet(tokenizer):
+    """The same tokenizer with an EOS that a random model never says by chance: rows run to max_new_tokens."""
+    t = copy.copy(tokenizer)
+    t.eos_ids = [511]
+    return t
+
+
+def plain_greedy(model, tokenizer, prompt, n):
+    """Independent of decode.py: whole forward, argmax of what may be emitted, append, stop at EOS."""
+    ids = tokenizer.encode_prompt(prompt)
+    start = len(ids)
+    while len(ids) - start < n:
+        with torch.no_grad():
+            logits = model.logits(model(torch.tensor([ids])))[0, -1]
+        logits[tokenizer.mask_id] = -1e30
+        ids.append(int(logits[: tokenizer.n_tokens].argmax()))
+        if ids[-1] in tokenizer.eos_ids:
+            break
+    return ids[start:]
+
+
+def run(model, tokenizer, prompts=PROMPTS, tau=1.0, **kw):
+    return generate(model, tokenizer, prompts, tau, **{"block_size": 4, "max_new_tokens": N, **kw})
+
+
+def sharpen(model, factor=6):
+    """More decided: a flat model accepts one token everywhere, and then nothing is tested."""
+    model.logits = lambda h, real=model.logits: real(h) * factor
+    return model
+
+
+def ids(generations):
+    return [g.ids for g in generations]
+
+
+# ------------------------------------------------------------------------------------------------------- exactness
+
+
+@pytest.mark.parametrize("cache", ["none", "block", "cursor"])
+@pytest.mark.parametrize("tau", [1.0, 1.5])
+def test_tau_one_is_plain_greedy_decoding(model, tokenizer, cache, tau):
+    """CASES 16. Fault: the one-token mode is not the autoregressive model; a cache that lies."""
+    generations = run(model, tokenizer, tau=tau, cache=cache, cache_block=5)
+    for prompt, g in zip(PROMPTS, generations):
+        assert g.ids == plain_greedy(model, tokenizer, prompt, N)
+        assert g.accepted == [1] * len(g.ids)
+
+
+@pytest.mark.parametrize("measure, tau", [("probability", t) for t in (0.95, 0.7, 0.3, 0.0)] + [("entropy", 0.7), ("entropy", 1.5), ("margin", 0.3)])
+def test_cursor_equals_the_oracle(model, tokenizer, measure, tau):
+    """Fault: keys of masks read later, wrong positions after uneven acceptance, rows mixed up. ids and acceptance both agree."""
+    t, model = quiet(tokenizer), sharpen(model)
+    oracle, cursor = (run(model, t, tau=tau, cache=c, measure=measure) for c in ("none", "cursor"))
+    assert ids(cursor) == ids(oracle)
+    assert [g.accepted for g in cursor] == [g.accepted for g in oracle]
+    assert len({k for g in oracle for k in g.accepted}) > 1 or tau == 0, "acceptance too even to show anything"
+
+
+@pytest.mark.parametrize("block_size", [1, 2, 3, 7])
+def test_any_block_size(model, tokenizer, block_size):
+    """Fault: sizes other than 4 hard-wired; B = 1 is autoregressive at every tau."""
+    t = quiet(tokenizer)
+    assert ids(run(model, t, tau=0.2, block_size=block_size)) == ids(run(model, t, tau=0.2, block_size=block_size, cache="none"))
+    if block_size == 1:
+        assert ids(run(model, t, tau=0.0, block_size=1)) == ids(run(model, t, tau=1.0))
+
+
+def test_block_cache_with_one_big_block_equals_the_oracle(model, tokenizer):
+    """Fault: the block loop's kept logits or fill order differ from the sliding window where no block edge interferes."""
+    t = quiet(tokenizer)
+    sharpen(model)
+    block, oracle = run(model, t, tau=0.3, cache="block", cache_block=N), run(model, t, tau=0.3, cache="none")
+    assert ids(block) == ids(oracle) and [g.accepted for g in block] == [g.accepted for g in oracle]
+
+
+def test_block_cache_stops_at_block_ends(model, tokenizer):
+    """Fault: a window that runs over its block, whose keys are not computed yet."""
+    for g in run(model, quiet(tokenizer), tau=0.0, cache="block", cache_block=6):
+        assert g.accepted == [4, 2] * 4
+
+
+@pytest.mark.parametrize("cache", ["none", "block", "cursor"])
+def test_a_row_does_not_depend_on_its_batch(model, tokenizer, cache):
+    """CASES 9. Fault: padding, order or a finished neighbour changes a row. Rows end at different times (EOS)."""
+    sharpen(model)
+    solo = [run(model, tokenizer, [p], tau=0.3, cache=cache)[0] for p in PROMPTS]
+    order = [4, 2, 0, 3, 1]
+    together = run(model, tokenizer, [PROMPTS[i] for i in order], tau=0.3, cache=cache)
+    key = lambda g: (g.ids, g.accepted, g.stop_reason)
+    assert [key(g) for g in together] == [key(solo[i]) for i in order]
+
+
+def test_rows_of_one_batch_have_their_own_tau(model, tokenizer):
+    """Fault: tau of one row applied to another, or the window closed for all because one row asks for one token."""
+    t = quiet(tokenizer)
+    taus, model = [1.0, 0.3, 0.0, 0.95, 0.5], sharpen(model)
+    assert [g.accepted for g in run(model, t, tau=taus)] == [run(model, t, [p], tau=x)[0].accepted for p, x in zip(PROMPTS, taus)]
+
+
+@pytest.mark.parametrize("cache", ["none", "block", "cursor"])
+def test_tau_may_change_while_decoding(model, tokenizer, cache):
+    """Fault: tau read once, or the window's width frozen at the first forward."""
+    seen = []
+
+    def tau(n_forward):
+        seen.append(n_forward)
+        return 1.0 if n_forward < 4 else 0.0
+
+    [g] = run(model, quiet(tokenizer), ["Hi"], tau=tau, cache=cache)
+    assert seen == sorted(seen) and seen[0] == 0
+    assert g.accepted[:3] == [1, 1, 1] and set(g.accepted[4:-1]) == {4}
+
+
+# ---------------------------------------------------------------------------------------------- acceptance, by hand
+
+
+def accept(confidence, tau, ids=None, limit=9, measure="probability", eos=(99,)):
+    confidence = torch.tensor([confidence])
+    ids = torch.tensor([ids or list(range(confidence.shape[1]))])
+    return accept_prefix(ids, confidence, torch.tensor([float(tau)]), torch.tensor([limit]), torch.tensor(eos), measure).item()
+
+
+@pytest.mark.parametrize("confidence, tau, n", [
+    ([0.1, 0.9, 0.9, 0.9], 0.9, 4),     # the first is always taken, = passes
+    ([0.9, 0.9, 0.5, 0.9], 0.9, 2),     # a prefix, never a gap
+    ([0.9, 0.1, 0.9, 0.9], 0.9, 1),
+    ([0.1, 0.1, 0.1, 0.1], 0.0, 4),
+    ([1.0, 1.0, 1.0, 1.0], 1.0, 1),     # CASES 11: saturated, and still one token
+    ([1.0, 1.0, 1.0, 1.0], 1.5, 1),
+    ([0.9, float("nan"), 0.9, 0.9], 0.0, 1),  # CASES 6: NaN never passes
+    ([float("nan")] * 4, 0.5, 1),
+])
+def test_accept_prefix(confidence, tau, n):
+    """Faults named beside each case."""
+    assert accept(confidence, tau) == n
+
+
+def test_accept_prefix_by_other_measures():
+    """Fault: the comparison not turned round for entropy; entropy 0 (surely one token) taking several."""
+    assert accept([3.0, 0.1, 0.2, 0.9], 0.2, measure="entropy") == 3
+    assert accept([0.0, 0.0, 0.0, 0.0], 0.0, measure="entropy") == 1
+    assert accept([0.0, 0.8, 0.7, 0.8], 0.75, measure="margin") == 2
+    assert accept([1.0, 1.0], 1.0, measure="margin") == 1
+
+
+@pytest.mark.parametrize("at", range(4))
+def test_nothing_is_accepted_behind_an_eos(at):
+    """CASES 13. Fault: tokens behind EOS kept or counted."""
+    row = [5, 6, 7, 8]
+    row[at] = 99
+    assert accept([1.0] * 4, 0.0, ids=row) == at + 1
+    assert accept([1.0] * 4, 0.0, ids=row, limit=1) == 1 and accept([1.0] * 4, 0.0, ids=row, limit=0) == 0
+
+
+@pytest.mark.parametrize("measure", ["probability", "entropy", "margin"])
+def test_confidence_is_measured_without_mask_and_padding(measure):
+    """CASES 12. Fault: [MASK] removed before argmax only, so that its probability still lowers the confidence."""
+    logits = torch.tensor([[[2.0, 1.0, 9.0, 0.5, 8.0, 7.0]]])
+    rules = Rules(2, torch.tensor([2, 4, 5]), torch.tensor([0]), measure)
+    chosen, confidence = candidates(logits, rules)
+    p = torch.tensor([2.0, 1.0, 0.5]).softmax(0)
+    expected = {"probability": p[0], "entropy": -(p * p.log()).sum(), "margin": p[0] - p[1]}[measure]
+    assert chosen.item() == 0 and torch.allclose(confidence.squeeze(), expected)
+    assert logits[0, 0, 2] == 9  # a pure function
+
+
+@pytest.mark.parametrize("cache", ["none", "block", "cursor"])
+def test_mask_and_padding_rows_are_never_emitted(tokenizer, cache):
+    """CASES 12, end to end, on a model with spare rows that wants to say nothing else."""
+    model = tiny_model(vocab_size=520)
+    said = model.logits
+    model.logits = lambda h: said(h).index_add(-1, torch.tensor([tokenizer.mask_id, 515]), torch.full((*h.shape[:-1], 2), 1e3))
+    for g in run(model, tokenizer, tau=0.5, cache=cache):
+        assert tokenizer.mask_id not in g.ids and max(g.ids) < tokenizer.n_tokens
+
+
+@pytest.mark.parametrize("cache", ["none", "block", "cursor"])
+def test_a_flat_model_never_loops_and_takes_the_window_at_zero(tokenizer, cache):
+    """CASES 11. Fault: no progress when nothing is confident; tau 0 taking fewer than B."""
+    model = tiny_model()
+    model.logits = lambda h, real=model.logits: real(h) * 0
+    t = quiet(tokenizer)
+    [one] = run(model, t, ["Hi"], tau=0.5, cache=cache, cache_block=8)
+    [all_] = run(model, t, ["Hi"], tau=0.0, cache=cache, cache_block=8)
+    assert one.accepted == [1] * N and all_.accepted == [4] * (N // 4)
+
+
+def test_saturated_bfloat16_still_takes_one_token_at_tau_one(tokenizer):
+    """CASES 11. Fault: softmax rounds to 1.0 and 1.0 >= 1.0 accepts several."""
+    model = tiny_model().bfloat16()
+    model.logits = lambda h, real=model.logits: real(h) * 1000
+    [g] = run(model, quiet(tokenizer), ["Hi"], tau=[1.0])
+    assert g.accepted == [1] * N
+
+
+def test_non_finite_logits_are_an_error(tokenizer, model):
+    """CASES 6. Fault: overflow turned into silent garbage."""
+    model.logits = lambda h, real=model.logits: real(h) * torch.nan
+    with pytest.raises(UserError, match="not finite"):
+        run(model, tokenizer)
+
+
+# ------------------------------------------------------------------------------------------- ends, counters, limits
+
+
+@pytest.mark.parametrize("cache", ["none", "block", "cursor"])
+@pytest.mark.parametrize("at", range(6))
+def test_output_ends_exactly_at_eos(model, tokenizer, cache, at):
+    """CASES 13, any position in any window. Fault: text, ids, stream or counters go on behind EOS."""
+    t = quiet(tokenizer)
+    [free] = run(model, t, ["Hi"], tau=0.0, cache=cache)
+    t.eos_ids = [free.ids[at], 511]
+    end = free.ids.index(free.ids[at]) + 1
+    streamed = []
+    [g] = run(model, t, ["Hi"], tau=0.0, cache=cache, on_text=lambda row, text, n: streamed.append((text, n)))
+    assert g.ids == free.ids[:end] and g.stop_reason == "eos"
+    assert g.text == t.decode(g.ids) == "".join(text for text, _ in streamed)
+    assert sum(g.accepted) == len(g.ids) == sum(n for _, n in streamed)
+
+
+def test_forwards_are_counted_while_a_row_is_alive(model, tokenizer):
+    """CASES 15. Fault: prefill or commits not counted, or a finished row charged for its neighbours."""
+    t = quiet(tokenizer)
+    [g] = run(model, t, ["Hi"], tau=0.0, max_new_tokens=10)
+    assert g.accepted == [4, 4, 2] and g.n_forward == 3
+    [g] = run(model, t, ["Hi"], tau=0.0, max_new_tokens=16, cache="block", cache_block=8)
+    assert g.n_forward == 1 + 2 + 1 + 2  # prefill, two inner steps, commit, two inner steps
+    t.eos_ids = [run(model, t, ["Hi"], max_new_tokens=3)[0].ids[2]]
+    short, long = run(model, t, ["Hi", PROMPTS[2]])
+    assert short.n_forward == len(short.ids) < long.n_forward == len(long.ids)
+
+
+@pytest.mark.parametrize("cache", ["none", "block", "cursor"])
+@pytest.mark.parametrize("n", [1, 5, 7])
+def test_max_new_tokens_is_exact(model, tokenizer, cache, n):
+    """Fault: the last window overshoots."""
+    for g in run(model, quiet(tokenizer), tau=0.0, max_new_tokens=n, cache=cache, cache_block=4):
+        assert len(g.ids) == sum(g.accepted) == n and g.stop_reason == "length"
+
+
+@pytest.mark.parametrize("cache", ["none", "block", "cursor"])
+def test_the_models_positions_are_never_passed(tokenizer, cache):
+    """CASES 18. Fault: a window behind max_position_embeddings, silently; a prompt that is too long."""
+    length = len(tokenizer.encode_prompt(PROMPTS[2]))
+    model = tiny_model(max_position_embeddings=length + 6)
+    short, long = run(model, quiet(tokenizer), ["Hi", PROMPTS[2]], tau=0.0, cache=cache)
+    assert (len(short.ids), short.stop_reason) == (N, "length")
+    assert (len(long.ids), long.stop_reason) == (6, "context")
+    with pytest.raises(UserError, match=f"prompt 1 has {len(tokenizer.encode_prompt(PROMPTS[4]))} tokens; the model has {length + 6}"):
+        run(model, tokenizer, ["Hi", PROMPTS[4]], cache=cache)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), -1, -0.01, float("inf"), [0.5, -1.0, 0.5, 0.5, 0.5], [0.5], lambda n: -1.0])
+def test_tau_out_of_range_is_refused(model, tokenizer, bad):
+    """CASES 11. Fault: NaN compares False for ever. (One value in a list of one stands for all rows, so it must be valid.)"""
+    if bad == [0.5]:
+        assert ids(run(model, tokenizer, tau=bad)) == ids(run(model, tokenizer, tau=0.5))
+        return
+    with pytest.raises(UserError, match="tau .* out of range"):
+        run(model, tokenizer, tau=bad)
+
+
+@pytest.mark.parametrize("option, value", [("block_size", 0), ("max_new_tokens", 0), ("cache_block", 0), ("cache", "paged"), ("measure", "luck")])
+def test_options_out_of_range_are_named(model, tokenizer, option, value):
+    """Fault: a traceback from the middle of torch."""
+    with pytest.raises(UserError, match=option):
+        run(model, tokenizer, **{option: value})
+
+
+def test_several_eos_ids(model, tokenizer):
+    """CASES 14. Fault: only the first of a list stops."""
+    t = quiet(tokenizer)
+    [free] = run(model, t, ["Hi"])
+    t.eos_ids = [511, free.ids[3]]
+    assert run(model, t, ["Hi"])[0].ids == free.ids[: free.ids.index(free.ids[3]) + 1]
+
+
+# --------------------------------------------------------------------------------------------------- text, as it comes
+
+
+@pytest.mark.parametrize("text", ["Swift 社区非常活跃", "🧑‍🚀 🦙", "a real \ufffd here", "naïve"])
+def test_streaming_never_splits_a_character(tokenizer, text):
+    """CASES 17, every way of cutting in two. Fault: half a character printed, or U+FFFD in its place."""
+    whole = tokenizer.encode(text)
+    for cut in range(len(whole) + 1):
+        stream = StreamDecoder(tokenizer)
+        chunks = [stream.add(whole[:cut]), stream.add(whole[cut:], last=True)]
+        assert "".join(chunks) == tokenizer.decode(whole) == text
+        assert chunks[0] == text[: len(chunks[0])]
+    broken, stream = tokenizer.encode("🦙")[:-1], StreamDecoder(tokenizer)
+    assert stream.add(broken) + stream.add([], last=True) == tokenizer.decode(broken) == "\ufffd"
+
+
+def test_shading_is_readable_without_colour():
+    """Fault: the forwards cannot be told apart on paper; text lost by shading."""
+    parts = [("Ada", 1), (" has 3", 3), ("", 1), ("\ncoins.", 4)]
+    assert shade(parts, colour=False) == "Ada[ has 3]3[\ncoins.]4"
+    import re
+
+    assert re.sub("\033\\[[0-9;]*m", "", shade(parts, colour=True)) == "Ada has 3\ncoins."
+    assert len(set(re.findall("48;5;\\d+", shade([(c, n) for n, c in enumerate("abcde", 1)], colour=True)))) == 4

@@ -1,0 +1,172 @@
+"""The loop: schedule, budget, checkpoints, exact resume: CASES 28-32."""
+
+import json
+import math
+
+import pytest
+import torch
+from conftest import tiny_model
+
+import train
+from data import ChatTokenizer, arithmetic, encode_rows
+from model import load_pretrained
+from train import build_streams, dual_stream_loss, learning_rate, start_mask_embedding
+
+SMALL = "--init scratch --data-size 60 --batch-size 8 --save-every 2 --quiet --device cpu --dtype float32 --micro-tokens 2048".split()
+
+
+def run(out, *more, stages="sft,mars", steps="5,5"):
+    return train.main([*SMALL, "--stages", stages, "--steps", steps, "--out", str(out), *more])
+
+
+def losses(out):
+    records = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()[1:]]
+    return [(r["stage"], r["step"], r["L_mask"], r["L_AR"], r["grad_norm"], r["lr"]) for r in records]
+
+
+def die_at(monkeypatch, n):
+    """The process ends at its n-th optimizer step, as Ctrl-C would."""
+    real, calls = train.optimizer_step, []
+
+    def step(*args):
+        calls.append(1)
+        if len(calls) > n:
+            raise KeyboardInterrupt
+        return real(*args)
+
+    monkeypatch.setattr(train, "optimizer_step", step)
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory):
+    out = tmp_path_factory.mktemp("straight")
+    assert run(out) == 0
+    return out
+
+
+@pytest.mark.parametrize("at", [3, 5, 8])
+def test_resume_repeats_the_run_to_the_last_bit(straight, tmp_path, monkeypatch, at):
+    """CASES 30: in the first stage, between stages, in the second, all mid-epoch (60 chats, 8 a step). Fault: optimizer,
+    schedule or data position not restored; [MASK] started a second time."""
+    with monkeypatch.context() as m:
+        die_at(m, at)
+        assert run(tmp_path) == 130
+    assert run(tmp_path, "--resume") == 0
+    assert losses(tmp_path) == losses(straight)
+    a, b = (load_pretrained(d / "mars").state_dict() for d in (straight, tmp_path))
+    assert all(torch.equal(a[k], b[k]) for k in a)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["log.jsonl", "mars", "sft"]
+
+
+def test_both_losses_are_logged_and_fall(straight):
+    """Fault: one stream not trained, or the stage misnamed."""
+    records = losses(straight)
+    assert [(r[0], r[1]) for r in records] == [("sft", i) for i in range(1, 6)] + [("mars", i) for i in range(1, 6)]
+    assert all(r[2] is None for r in records[:5]) and records[4][3] < records[0][3] and records[9][2] < records[5][2]
+
+
+def test_a_half_written_checkpoint_is_never_picked_up(tmp_path, monkeypatch):
+    """CASES 30. Fault: a kill while writing leaves a folder that --resume trusts."""
+    real = torch.save
+
+    def torn(state, path):
+        if state["step"] == 4:
+            path.write_bytes(b"half")
+            raise KeyboardInterrupt
+        real(state, path)
+
+    monkeypatch.setattr(torch, "save", torn)
+    assert run(tmp_path, stages="sft", steps="5") == 130
+    assert [p.name for p in train.checkpoints(tmp_path)] == ["step-000002"]
+    monkeypatch.undo()
+    assert run(tmp_path, "--resume", stages="sft", steps="5") == 0
+
+
+def test_resume_refuses_what_would_be_another_run(tmp_path, monkeypatch, capsys):
+    """Fault: a resumed run with another lr, silently; an unfinished run overwritten by a fresh one; nothing to resume."""
+    assert run(tmp_path, "--resume", stages="sft", steps="5") == 2
+    assert "no step-NNNNNN checkpoint" in capsys.readouterr().err
+    die_at(monkeypatch, 3)
+    run(tmp_path, stages="sft", steps="5")
+    capsys.readouterr()
+    assert run(tmp_path, "--resume", "--lr", "0.5", stages="sft", steps="5") == 2
+    assert "lr was 0.002, is 0.5" in capsys.readouterr().err
+    assert run(tmp_path, stages="sft", steps="5") == 2
+    assert "holds an unfinished run (step-000002)" in capsys.readouterr().err
+
+
+def test_step_zero_is_the_base_models_own_loss(tokenizer, tmp_path):
+    """CASES 31. Fault: the clean stream is not the autoregressive model. Measured before [MASK] is re-initialised."""
+    model = tiny_model()
+    rows, _ = encode_rows([p.messages() for p in arithmetic("train", 6)], tokenizer, 256)
+    with torch.no_grad():
+        _, ar = dual_stream_loss(model, build_streams(rows, 4, tokenizer.mask_id))
+        own = 0.0
+        for r in rows:
+            logp = model.logits(model(torch.tensor([r.ids])))[0].log_softmax(-1)
+            own -= sum(logp[t - 1, r.ids[t]].item() for start, end in r.spans for t in range(start, end))
+    assert abs(ar.item() - own) < 1e-3 * own
+
+
+def test_mask_starts_as_the_mean_embedding(tokenizer):
+    """CASES 32. Fault: padding rows counted in, other rows touched, the tied head left behind."""
+    model = tiny_model(vocab_size=600)
+    before = model.model.embed_tokens.weight.detach().clone()
+    start_mask_embedding(model, tokenizer)
+    after = model.lm_head.weight
+    assert torch.allclose(after[tokenizer.mask_id], before[: tokenizer.n_tokens].mean(0), atol=1e-6)
+    others = torch.arange(600) != tokenizer.mask_id
+    assert torch.equal(after[others], before[others])
+
+
+def test_the_mask_id_is_recorded_and_a_trained_mask_is_kept(straight, tmp_path, capsys):
+    """CASES 32. Fault: training on from a MARS checkpoint throws its [MASK] away; the record missing."""
+    tokenizer = ChatTokenizer.from_pretrained(straight / "mars")
+    assert tokenizer.mars == {"stage": "mars", "block_size": 4, "mask_token_id": tokenizer.mask_id, "mask_token": "<|mask|>"}
+    again = ["--init", str(straight / "mars"), "--data", "arithmetic", "--data-size", "60", "--steps", "1", "--lr", "0", "--quiet", "--out", str(tmp_path)]
+    assert train.main(again) == 0
+    a, b = load_pretrained(straight / "mars"), load_pretrained(tmp_path / "mars")
+    assert torch.equal(a.model.embed_tokens.weight, b.model.embed_tokens.weight)
+
+
+def test_the_token_budget_changes_memory_not_gradients(tmp_path, tokenizer):
+    """CASES 29, through the real step. Fault: accumulation that weighs micro-batches instead of tokens."""
+    rows, _ = encode_rows([p.messages() for p in arithmetic("train", 12)], tokenizer, 256)
+    results = []
+    for budget in (10**6, 300, 1):
+        args = train.parse([*SMALL, "--micro-tokens", str(budget)])
+        model = tiny_model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        record = train.optimizer_step(model, optimizer, rows, 4, tokenizer.mask_id, args, torch.device("cpu"), torch.float32)
+        results.append((torch.tensor([record["L_mask"], record["L_AR"], record["grad_norm"]]), model.lm_head.weight.detach()))
+    for other in results[1:]:
+        assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(results[0], other))
+
+
+@pytest.mark.parametrize("weight", [0.0, 0.5])
+def test_ar_weight(tokenizer, weight):
+    """Fault: ar_weight 0 still trains L_AR, or switches its log off. Gradients of the sum are checked against each alone."""
+    rows, _ = encode_rows([p.messages() for p in arithmetic("train", 3)], tokenizer, 256)
+    args = train.parse([*SMALL, "--ar-weight", str(weight), "--clip", "1e9"])
+    model, start = tiny_model(), tiny_model().lm_head.weight.detach()
+    record = train.optimizer_step(model, torch.optim.SGD(model.parameters(), lr=1.0), rows, 4, tokenizer.mask_id, args, torch.device("cpu"), torch.float32)
+    reference = tiny_model()
+    mask, ar = dual_stream_loss(reference, build_streams(rows, 4, tokenizer.mask_id))
+    n_mask, n_ar = train.count_targets(rows)
+    (mask / n_mask + weight * ar / n_ar).backward()
+    assert torch.allclose(start - model.lm_head.weight, reference.lm_head.weight.grad, atol=1e-5)
+    assert math.isclose(record["L_AR"], ar.item() / n_ar, rel_tol=1e-4)
+
+
+def test_learning_rate():
+    """Fault: warm-up that starts at 0 or never ends; a cosine that does not reach 0; division by zero for one step."""
+    rates = [learning_rate(s, 100, 1.0, 0.1) for s in range(101)]
+    assert rates[0] == 0.1 and rates[9] == 1.0 and rates[10] == 1.0 and rates[55] == pytest.approx(0.5) and rates[100] == pytest.approx(0)
+    assert rates[9:] == sorted(rates[9:], reverse=True) and learning_rate(0, 1, 1.0, 0.03) == 1.0
+
+
+def test_a_diverging_run_stops_with_a_word(tmp_path, capsys):
+    """Fault: NaN weights saved as if nothing had happened."""
+    assert run(tmp_path, "--lr", "1e30", "--clip", "1e30", stages="sft", steps="5") == 2
+    assert "lower --lr" in capsys.readouterr().err
+    assert not (tmp_path / "sft").exists()
