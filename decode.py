@@ -432,7 +432,7 @@ def main(argv=None) -> int:
         tokenizer = ChatTokenizer.from_pretrained(folder)
         model = load_pretrained(folder, dtype=dtype, device=device)
         args.block_size = args.block_size if args.block_size is not None else tokenizer.mars.get("block_size", 4)
-        if not tokenizer.mars and (args.tau < 1) != (args.measure == "entropy"):
+        if tokenizer.mars.get("stage") != "mars" and (args.tau < 1) != (args.measure == "entropy"):
             print(f"note: {where} was not trained with MARS, so what it says with more than one token per forward is noise; try --tau 1")
         print(f"{where} ({why}) on {device}, {str(dtype).removeprefix('torch.')} ({reason}); tau {args.tau:g}, B={args.block_size}, {args.cache} cache\n", flush=True)
         if not args.prompt and sys.stdin.isatty():

@@ -4,7 +4,7 @@
     noisy   [M] at every answer token  in blocks of B; the mask at position t also predicts x[t+1]    -> L_mask
 
 and L = L_mask + ar_weight * L_AR. Files go to --out: log.jsonl, one Hugging Face folder per finished stage (sft/, mars/),
-and step-NNNNNN/ folders to resume from.
+and STAGE-step-NNNNNN/ to resume from.
 
     python train.py --init qwen2.5-0.5b                    MARS on GSM8K train, B = 4
     python train.py --init scratch --stages sft,mars       a tiny model from nothing, on generated problems
@@ -26,7 +26,7 @@ from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 
 from data import ChatTokenizer, Row, arithmetic_tokenizer, encode_rows, epoch_steps, load_chats, micro_batches
-from model import ModelConfig, Qwen2, UserError, is_out_of_memory, load_pretrained, pick_device, pick_dtype, replace_folder, save_pretrained
+from model import HUB_NAMES, ModelConfig, Qwen2, UserError, is_out_of_memory, load_pretrained, pick_device, pick_dtype, replace_folder, save_pretrained
 
 IGNORE = -100  # label of a position that predicts nothing
 
@@ -126,8 +126,8 @@ def target_losses(model, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Te
         return F.cross_entropy(model.logits(h).float(), y, reduction="none")
 
     size = max(1, 2**26 // model.config.vocab_size)
-    losses = [checkpoint(chunk_loss, h, y, use_reentrant=False, preserve_rng_state=False) for h, y in zip(hidden.split(size), labels.split(size))]
-    return torch.cat(losses)
+    chunks = zip(hidden.split(size), labels.split(size))
+    return torch.cat([checkpoint(chunk_loss, h, y, use_reentrant=False, preserve_rng_state=False) for h, y in chunks])
 
 
 def dual_stream_loss(model, batch: Streams) -> tuple[torch.Tensor, torch.Tensor]:
@@ -155,63 +155,73 @@ def learning_rate(step: int, total: int, peak: float, warmup: float) -> float:
     return peak * 0.5 * (1 + math.cos(math.pi * (step - warm) / max(1, total - warm)))
 
 
-def autocast(device, dtype):
-    return torch.autocast(device.type, dtype=dtype, enabled=dtype != torch.float32)
+def autocast(args):
+    return torch.autocast(args.device.type, dtype=args.dtype, enabled=args.dtype != torch.float32)
 
 
-def optimizer_step(model, optimizer, rows: list[Row], block_size, mask_id, args, device, dtype) -> dict:
-    """Gradient of one optimizer step over `rows`, split by the token budget, then clip and update. Returns what to log."""
-    cost = [len(r.ids) + (r.n_targets if block_size else 0) for r in rows]
+def processed(row: Row, block_size) -> int:
+    """Tokens the network sees of a row: the chat, and for MARS one mask per answer token."""
+    return len(row.ids) + (row.n_targets if block_size else 0)
+
+
+def optimizer_step(model, optimizer, rows: list[Row], block_size, mask_id: int, args) -> dict:
+    """One update from `rows`, taken through the network in groups within the token budget. Returns what to log.
+
+    Each loss is a mean over its own supervised tokens of the whole step, whatever the groups.
+    """
+    cost = [processed(r, block_size) for r in rows]
     n_mask, n_ar = count_targets(rows)
+    ar_weight = args.ar_weight if block_size else 1.0
     total_mask = total_ar = 0.0
     padded = 0
     for group in micro_batches(cost, args.micro_tokens):
-        batch = build_streams([rows[i] for i in group], block_size, mask_id, args.anchor).to(device)
-        with autocast(device, dtype):
+        batch = build_streams([rows[i] for i in group], block_size, mask_id, args.anchor).to(args.device)
+        with autocast(args):
             sum_mask, sum_ar = dual_stream_loss(model, batch)
-        loss = sum_mask / max(1, n_mask) + (args.ar_weight if block_size else 1) * sum_ar / n_ar
-        loss.backward()
+        (sum_mask / max(1, n_mask) + ar_weight * sum_ar / n_ar).backward()
         total_mask, total_ar, padded = total_mask + sum_mask.item(), total_ar + sum_ar.item(), padded + batch.input_ids.numel()
-        del batch, sum_mask, sum_ar, loss  # before the next one is built
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.clip).item()
-    if not math.isfinite(norm):
-        raise UserError(f"the gradient is {norm} (L_mask {total_mask / max(1, n_mask):.3g}, L_AR {total_ar / n_ar:.3g}): lower --lr, or --dtype float32")
+        del batch, sum_mask, sum_ar  # before the next one is built
+    record = {"L_mask": total_mask / max(1, n_mask) if block_size else None, "L_AR": total_ar / n_ar}
+    record["grad_norm"] = torch.nn.utils.clip_grad_norm_(model.parameters(), args.clip).item()
+    if not math.isfinite(record["grad_norm"]):
+        raise UserError(f"training diverged: {record}; lower --lr (now {args.lr:g}), or --dtype float32")
     optimizer.step()
     optimizer.zero_grad(set_to_none=False)  # gradients keep their memory from step to step
-    return {"L_mask": total_mask / max(1, n_mask) if block_size else None, "L_AR": total_ar / n_ar, "grad_norm": norm,
-            "tokens": sum(cost), "padding": 1 - sum(cost) / padded}
+    return record | {"tokens": sum(cost), "padding": 1 - sum(cost) / padded}
 
 
-def train_stage(stage: str, model, tokenizer, rows, args, device, dtype, resume: dict | None = None) -> None:
-    """Train `model` in place for one stage ("sft" or "mars"), logging and saving as it goes."""
+def train_stage(stage: str, model, tokenizer, rows: list[Row], args, state: dict | None = None) -> None:
+    """Train `model` in place for one stage ("sft" or "mars"), logging and saving as it goes; from `state` when resuming."""
     block_size = args.block_size if stage == "mars" else None
-    steps_per_epoch = math.ceil(len(rows) / args.batch_size)
-    total = args.steps[stage] or math.ceil(args.epochs[stage] * steps_per_epoch)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, betas=(0.9, 0.95), weight_decay=args.weight_decay, fused=device.type in ("cuda", "cpu"))
+    per_epoch = math.ceil(len(rows) / args.batch_size)
+    total = args.steps[stage] or math.ceil(args.epochs * per_epoch)
+    fused = args.device.type in ("cuda", "cpu")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, betas=(0.9, 0.95), weight_decay=args.weight_decay, fused=fused)
     first = 0
-    if resume:
-        first = resume["step"]
-        model.load_state_dict(resume["model"])
-        optimizer.load_state_dict(resume["optimizer"])
-    elif stage == "mars" and not args.started_as_mars:
+    if state:
+        first = state["step"]
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+    elif stage == "mars" and not args.keep_mask:
         start_mask_embedding(model, tokenizer)
-    lengths = [len(r.ids) for r in rows]
-    seconds = estimate_seconds(model, rows, block_size, tokenizer.mask_id, args, device, dtype, total - first)
-    print(f"{stage}: {total - first} steps of {args.batch_size} chats ({total / steps_per_epoch:.2f} epochs of {len(rows)}), about {clock(seconds)}", flush=True)
+    about = clock(estimate_seconds(model, rows, block_size, tokenizer.mask_id, args) * (total - first))
+    print(f"{stage:7} {total - first} steps, {total / per_epoch:.2f} epochs of {len(rows)} chats, about {about}", flush=True)
     model.train()
+    lengths = [len(r.ids) for r in rows]
     bar = tqdm(range(first, total), initial=first, total=total, desc=stage, unit="step", disable=args.quiet, dynamic_ncols=True)
     for step in bar:
         began = time.perf_counter()
-        if step == first or step % steps_per_epoch == 0:
-            epoch = epoch_steps(lengths, args.batch_size, args.seed, step // steps_per_epoch)
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(step, total, args.lr, args.warmup)
-        record = optimizer_step(model, optimizer, [rows[i] for i in epoch[step % steps_per_epoch]], block_size, tokenizer.mask_id, args, device, dtype)
+        epoch, at = divmod(step, per_epoch)
+        if step == first or at == 0:
+            steps = epoch_steps(lengths, args.batch_size, args.seed, epoch)
+        lr = optimizer.param_groups[0]["lr"] = learning_rate(step, total, args.lr, args.warmup)
+        record = optimizer_step(model, optimizer, [rows[i] for i in steps[at]], block_size, tokenizer.mask_id, args)
         took = time.perf_counter() - began
-        record = {"stage": stage, "step": step + 1, **record, "lr": group["lr"], "tokens_per_second": record["tokens"] / took, "seconds": took, **memory_mb()}
+        record = {"stage": stage, "step": step + 1, **record, "lr": lr, "seconds": took, **memory_mb()}
         with (args.out / "log.jsonl").open("a", encoding="utf-8") as log:
             log.write(json.dumps(record) + "\n")
-        bar.set_postfix({k: f"{record[k]:.3f}" for k in ("L_mask", "L_AR") if record[k] is not None} | {"tok/s": f"{record['tokens_per_second']:.0f}"})
+        shown = {k: f"{record[k]:.3f}" for k in ("L_mask", "L_AR") if record[k] is not None}
+        bar.set_postfix(shown | {"tok/s": f"{record['tokens'] / took:.0f}"})
         if args.save_every and (step + 1) % args.save_every == 0 and step + 1 < total:
             save_checkpoint(stage, step + 1, model, optimizer, tokenizer, args)
     model.eval()
@@ -224,63 +234,57 @@ def start_mask_embedding(model, tokenizer) -> None:
     embed[tokenizer.mask_id] = embed[: tokenizer.n_tokens].float().mean(0)
 
 
-def estimate_seconds(model, rows, block_size, mask_id, args, device, dtype, n_steps: int) -> float:
-    """Seconds for n_steps, from one measured forward and backward of a row of middling length (gradients are dropped)."""
+def estimate_seconds(model, rows: list[Row], block_size, mask_id: int, args) -> float:
+    """Seconds per optimizer step, from one timed forward and backward of a row of middling length (gradients are dropped)."""
     row = sorted(rows, key=lambda r: len(r.ids))[len(rows) // 2]
-    batch = build_streams([row], block_size, mask_id, args.anchor).to(device)
+    batch = build_streams([row], block_size, mask_id, args.anchor).to(args.device)
     for _ in range(2):  # the first pays for warming up
         began = time.perf_counter()
-        with autocast(device, dtype):
+        with autocast(args):
             loss = sum(dual_stream_loss(model, batch))
         loss.backward()
-        float(loss.detach())
+        loss.item()
         took = time.perf_counter() - began
     model.zero_grad(set_to_none=True)
-    per_token = took / batch.input_ids.numel()
-    mean = sum(len(r.ids) + (r.n_targets if block_size else 0) for r in rows) / len(rows)
-    return per_token * mean * args.batch_size * n_steps
+    return took / batch.input_ids.numel() * args.batch_size * sum(processed(r, block_size) for r in rows) / len(rows)
 
 
 # ----------------------------------------------------------------------------------------------------- checkpoints
 
 
-def mars_record(args, tokenizer, stage: str) -> dict:
+def mars_record(stage: str, tokenizer, args) -> dict:
     return {"stage": stage, "block_size": args.block_size, "mask_token_id": tokenizer.mask_id, "mask_token": tokenizer.mask_token}
 
 
-def save_checkpoint(stage, step, model, optimizer, tokenizer, args) -> None:
-    """out/step-NNNNNN: the model as a Hugging Face folder plus trainer_state.pt; whole or not there. Older ones go."""
-    done = sum(args.steps_done.values())
-    dir = args.out / f"step-{done + step:06d}"
-    tmp = save_pretrained(dir.with_name(dir.name + ".part"), model, tokenizer, mars_record(args, tokenizer, stage), args.save_dtype)
-    state = {"stage": stage, "step": step, "steps_done": args.steps_done, "settings": args.settings, "started_as_mars": args.started_as_mars,
-             "model": model.state_dict(), "optimizer": optimizer.state_dict()}
-    torch.save(state, tmp / "trainer_state.pt")
-    replace_folder(tmp, dir)
-    for other in checkpoints(args.out):
-        if other != dir:
-            shutil.rmtree(other)
+def save_checkpoint(stage: str, step: int, model, optimizer, tokenizer, args) -> None:
+    """out/STAGE-step-NNNNNN: the model as a Hugging Face folder plus trainer_state.pt; whole or not there. Older ones go."""
+    dir = args.out / f"{stage}-step-{step:06d}"
+    part = save_pretrained(dir.with_name(dir.name + ".part"), model, tokenizer, mars_record(stage, tokenizer, args), args.save_dtype)
+    state = {"stage": stage, "step": step, "settings": args.settings, "keep_mask": args.keep_mask}
+    torch.save(state | {"model": model.state_dict(), "optimizer": optimizer.state_dict()}, part / "trainer_state.pt")
+    replace_folder(part, dir)
+    for older in checkpoints(args)[:-1]:
+        shutil.rmtree(older)
 
 
-def checkpoints(out: Path) -> list[Path]:
+def checkpoints(args) -> list[Path]:
     """Whole checkpoints to resume from, oldest first."""
-    return sorted(d for d in out.glob("step-" + "[0-9]" * 6) if (d / "trainer_state.pt").is_file())
+    found = [d for s in args.stages for d in sorted(args.out.glob(f"{s}-step-" + "[0-9]" * 6))]
+    return [d for d in found if (d / "trainer_state.pt").is_file()]
 
 
-def load_resume(args) -> dict:
-    """State of the newest checkpoint under args.out. Raises UserError if there is none or it was made by other settings."""
-    found = checkpoints(args.out)
-    if not found:
-        raise UserError(f"--resume: no step-NNNNNN checkpoint in {args.out}")
-    state = torch.load(found[-1] / "trainer_state.pt", map_location="cpu", weights_only=True)
+def load_resume(folder: Path, args) -> dict:
+    """The trainer's state; the log is cut back to it. Raises UserError when it was made by other settings."""
+    state = torch.load(folder / "trainer_state.pt", map_location="cpu", weights_only=True)
     changed = [f"{k} was {v!r}, is {args.settings.get(k)!r}" for k, v in state["settings"].items() if args.settings.get(k) != v]
     if changed:
-        raise UserError(f"--resume: {found[-1]} was made with other settings: {'; '.join(changed)}")
-    lines = [json.loads(line) for line in (args.out / "log.jsonl").read_text(encoding="utf-8").splitlines()]
-    order = {s: i for i, s in enumerate(args.stages)}
-    keep = [r for r in lines if "stage" not in r or (order[r["stage"]], r["step"]) <= (order[state["stage"]], state["step"])]
-    (args.out / "log.jsonl").write_text("".join(json.dumps(r) + "\n" for r in keep), encoding="utf-8")
-    print(f"resuming {found[-1]}: {state['stage']} step {state['step']}", flush=True)
+        raise UserError(f"--resume: {folder} was made with other settings: {'; '.join(changed)}")
+    log = args.out / "log.jsonl"
+    reached = (args.stages.index(state["stage"]), state["step"])
+    records = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()]
+    records = [r for r in records if "stage" not in r or (args.stages.index(r["stage"]), r["step"]) <= reached]
+    log.write_text("".join(json.dumps(r) + "\n" for r in records), encoding="utf-8")
+    print(f"resume  {folder}")
     return state
 
 
@@ -299,27 +303,27 @@ def memory_mb() -> dict:
 
 
 def clock(seconds: float) -> str:
-    m, s = divmod(round(seconds), 60)
-    return f"{m // 60} h {m % 60:02d} min" if m >= 60 else f"{m} min {s:02d} s" if m else f"{s} s"
+    minutes, seconds = divmod(round(seconds), 60)
+    return f"{minutes // 60} h {minutes % 60:02d} min" if minutes >= 60 else f"{minutes} min {seconds:02d} s" if minutes else f"{seconds} s"
 
 
-def memory_gb(model, args, dtype) -> float:
-    """Estimated peak: weights, gradients and two AdamW moments in float32, plus the activations of one micro-batch."""
-    c = model.config
-    saved = c.num_hidden_layers * (10 * c.hidden_size + 4 * c.intermediate_size) * (4 if dtype == torch.float32 else 3)
-    params = sum(p.numel() for p in model.parameters())
-    return (16 * params + saved * args.micro_tokens + 4 * 4 * min(2**26, args.micro_tokens * c.vocab_size)) / 1e9
+def memory_gb(config: ModelConfig, n_params: int, args) -> float:
+    """Estimated peak: weights, gradients and two AdamW moments in float32, and the activations and logits of one group."""
+    width = 10 * config.hidden_size + 4 * config.intermediate_size
+    activations = config.num_hidden_layers * width * args.micro_tokens * (4 if args.dtype == torch.float32 else 3)
+    return (16 * n_params + activations + 16 * min(2**26, args.micro_tokens * config.vocab_size)) / 1e9
 
 
 def tiny_config(tokenizer) -> ModelConfig:
-    return ModelConfig(vocab_size=tokenizer.n_tokens, hidden_size=160, intermediate_size=448, num_hidden_layers=4, num_attention_heads=5,
-                       num_key_value_heads=5, max_position_embeddings=1024, rope_theta=1e4)
+    """What --init scratch trains: 1.4M parameters."""
+    sizes = dict(hidden_size=160, intermediate_size=448, num_hidden_layers=4, num_attention_heads=5, num_key_value_heads=5)
+    return ModelConfig(vocab_size=tokenizer.n_tokens, max_position_embeddings=1024, rope_theta=1e4, **sizes)
 
 
 def parse(argv) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     add = parser.add_argument_group("model").add_argument
-    add("--init", default="scratch", metavar="NAME|DIR", help="qwen2.5-0.5b | -1.5b | -3b | -7b | qwen2.5-coder-0.5b | smollm2-135m | scratch | hub id | folder")
+    add("--init", default="scratch", metavar="NAME|DIR", help=f"scratch | {' | '.join(HUB_NAMES)} | hub id | folder")
     add("--stages", default=None, metavar="LIST", help="sft, mars or sft,mars (default: mars; for scratch sft,mars)")
     add = parser.add_argument_group("data").add_argument
     add("--data", default=None, metavar="NAME|FILE", help="gsm8k | arithmetic | a JSONL file (default: gsm8k; for scratch arithmetic)")
@@ -328,7 +332,7 @@ def parse(argv) -> argparse.Namespace:
     add = parser.add_argument_group("objective").add_argument
     add("--block-size", type=int, default=4, metavar="B", help="tokens per block, any B >= 1")
     add("--ar-weight", type=float, default=1.0, metavar="W", help="L = L_mask + W * L_AR; 0 = the paper's 'w/o SFT loss'")
-    add("--anchor", type=int, default=None, metavar="P", help="position from which blocks are counted (default: each answer's start; 0 = the authors' code)")
+    add("--anchor", type=int, default=None, metavar="P", help="count blocks from position P (default: each answer's start; the authors: 0)")
     add = parser.add_argument_group("optimizer").add_argument
     add("--batch-size", type=int, default=None, metavar="CHATS", help="chats per optimizer step (default 16; for scratch 64)")
     add("--epochs", type=float, default=1.0, metavar="E", help="per stage")
@@ -340,8 +344,8 @@ def parse(argv) -> argparse.Namespace:
     add("--seed", type=int, default=0)
     add = parser.add_argument_group("machine").add_argument
     add("--device", default="auto", help="auto | cuda | mps | cpu")
-    add("--dtype", default="auto", choices=["auto", "float32", "bfloat16"], help="of the matrix products; weights and AdamW stay float32")
-    add("--micro-tokens", type=int, default=None, metavar="N", help="tokens in memory at once; a step is split to fit (default 2048; CUDA 16384)")
+    add("--dtype", default="auto", choices=["auto", "float32", "bfloat16"], help="of matrix products; weights and AdamW stay float32")
+    add("--micro-tokens", type=int, default=None, metavar="N", help="tokens taken through the network at once (default 2048; CUDA 16384)")
     add = parser.add_argument_group("output").add_argument
     add("--out", type=Path, default=None, metavar="DIR", help="default: out/<name of init>")
     add("--save-every", type=int, default=100, metavar="STEPS", help="checkpoint to resume from; 0 = never")
@@ -355,81 +359,93 @@ def parse(argv) -> argparse.Namespace:
     if args.stages not in (["sft"], ["mars"], ["sft", "mars"]):
         parser.error(f"--stages {','.join(args.stages)}: allowed are sft, mars, and sft,mars")
     args.data = args.data or ("arithmetic" if scratch else "gsm8k")
-    args.batch_size = args.batch_size or (64 if scratch else 16)
-    args.lr = args.lr if args.lr is not None else (2e-3 if scratch else 5e-5)
-    try:
-        steps = [int(n) for n in args.steps.split(",")] if args.steps else [None]
-    except ValueError:
-        parser.error(f"--steps {args.steps}: one whole number, or one per stage")
-    if len(steps) not in (1, len(args.stages)):
-        parser.error(f"--steps {args.steps}: {len(steps)} numbers for {len(args.stages)} stages")
-    steps = steps * len(args.stages) if len(steps) == 1 else steps
-    args.steps = dict(zip(args.stages, steps))
-    args.epochs = {s: args.epochs for s in args.stages}
-    at_least = {"block_size": 1, "batch_size": 1, "max_len": 2, "data_size": 1, "save_every": 0, "ar_weight": 0, "lr": 0, "weight_decay": 0}
-    for name, least in at_least.items():
+    args.batch_size = args.batch_size if args.batch_size is not None else 64 if scratch else 16
+    args.lr = args.lr if args.lr is not None else 2e-3 if scratch else 5e-5
+    args.out = args.out or Path("out") / Path(args.init).name
+    given = args.steps.split(",") if args.steps else [None] * len(args.stages)
+    given = given * len(args.stages) if len(given) == 1 else given
+    if len(given) != len(args.stages) or any(n is not None and not (n.isdecimal() and int(n)) for n in given):
+        parser.error(f"--steps {args.steps}: one whole number above 0, or one for each of {len(args.stages)} stages")
+    args.steps = {stage: n and int(n) for stage, n in zip(args.stages, given)}
+    for name, least in dict(block_size=1, batch_size=1, max_len=2, data_size=1, save_every=0, ar_weight=0, lr=0, weight_decay=0).items():
         if not getattr(args, name) >= least:
             parser.error(f"--{name.replace('_', '-')} {getattr(args, name)}: must be at least {least}")
-    if any(n is not None and n < 1 for n in steps) or not min(args.epochs.values()) > 0:
-        parser.error("--steps and --epochs must be above 0")
-    if not 0 <= args.warmup <= 1 or not args.clip > 0:
-        parser.error("--warmup must lie in 0..1 and --clip above 0")
-    args.out = args.out or Path("out") / (args.init.rstrip("/").split("/")[-1])
-    names = ("init", "data", "data_size", "max_len", "stages", "block_size", "ar_weight", "anchor", "batch_size", "epochs", "steps", "lr", "warmup",
-             "weight_decay", "clip", "seed", "dtype", "micro_tokens")
-    args.settings = {name: getattr(args, name) for name in names}  # what makes two runs the same run
+    if not (args.epochs > 0 and args.clip > 0 and 0 <= args.warmup <= 1 and (args.micro_tokens is None or args.micro_tokens > 0)):
+        parser.error("--epochs, --clip and --micro-tokens must be above 0, --warmup within 0..1")
+    not_the_run = ("out", "save_every", "resume", "quiet", "json", "device")
+    args.settings = {k: v for k, v in vars(args).items() if k not in not_the_run}  # equal settings make the same run
     return args
 
 
 def run(args) -> dict:
-    device = pick_device(args.device)
-    dtype, reason = pick_dtype(device, args.dtype)
-    args.settings["micro_tokens"] = args.micro_tokens = args.micro_tokens or (16384 if device.type == "cuda" else 2048)
+    args.device = pick_device(args.device)
+    args.dtype, reason = pick_dtype(args.device, args.dtype)
+    args.micro_tokens = args.settings["micro_tokens"] = args.micro_tokens or (16384 if args.device.type == "cuda" else 2048)
     torch.manual_seed(args.seed)
-    if args.out.is_dir() and checkpoints(args.out) and not args.resume:
-        raise UserError(f"{args.out} holds an unfinished run ({checkpoints(args.out)[-1].name}): --resume continues it, --out DIR starts elsewhere")
-    if args.init == "scratch":
+    resume = checkpoints(args)[-1:]
+    if args.resume and not resume:
+        raise UserError(f"--resume: no STAGE-step-NNNNNN checkpoint in {args.out}")
+    if resume and not args.resume:
+        raise UserError(f"{args.out} holds an unfinished run ({resume[0].name}): --resume continues it, --out DIR starts elsewhere")
+    if args.init == "scratch" and not resume:
         tokenizer = arithmetic_tokenizer()
         model = Qwen2(tiny_config(tokenizer)).init_weights(args.seed)
-        args.save_dtype, args.started_as_mars = torch.bfloat16, False
+        args.save_dtype = torch.bfloat16
     else:
-        tokenizer = ChatTokenizer.from_pretrained(args.init)
-        model = load_pretrained(args.init)
-        args.save_dtype, args.started_as_mars = model.lm_head.weight.dtype, tokenizer.mars.get("stage") == "mars"
-    model = model.float().to(device)
+        tokenizer = ChatTokenizer.from_pretrained(resume[0] if resume else args.init)
+        model = load_pretrained(resume[0] if resume else args.init)
+        args.save_dtype = model.lm_head.weight.dtype
+    args.keep_mask = tokenizer.mars.get("stage") == "mars"  # an already trained [MASK]
+    model = model.float().to(args.device)
     if args.max_len > model.config.max_position_embeddings:
         raise UserError(f"--max-len {args.max_len}: the model knows positions up to {model.config.max_position_embeddings}")
     chats = load_chats(args.data, args.data_size, args.seed)
     rows, left_out = encode_rows(chats, tokenizer, args.max_len)
     if not rows:
         raise UserError(f"{args.data}: none of its {len(chats)} chats is left to train on: {dict(left_out)}")
-    params = sum(p.numel() for p in model.parameters())
-    print(f"model   {args.init}: {params / 1e6:.1f}M parameters, [MASK] is {tokenizer.mask_token} ({tokenizer.mask_id})")
-    print(f"data    {args.data}: {len(rows)} chats, {sum(len(r.ids) for r in rows):,} tokens, {sum(r.n_targets for r in rows):,} of them to learn")
+
+    n_params = sum(p.numel() for p in model.parameters())
+    n_tokens, n_targets = sum(len(r.ids) for r in rows), sum(r.n_targets for r in rows)
+    print(f"model   {args.init}: {n_params / 1e6:.1f}M parameters, [MASK] is {tokenizer.mask_token} ({tokenizer.mask_id})")
+    print(f"data    {args.data}: {len(rows)} chats, {n_tokens:,} tokens, {n_targets:,} of them to learn")
     for why, n in left_out.items():
         print(f"        {n} chats left out: {why}")
-    print(f"train   {' then '.join(args.stages)}, B={args.block_size}, ar_weight {args.ar_weight:g}, lr {args.lr:g}, {args.batch_size} chats a step, seed {args.seed}")
-    print(f"device  {device}, {str(dtype).removeprefix('torch.')} ({reason}); about {memory_gb(model, args, dtype):.1f} GB at {args.micro_tokens} tokens in memory")
+    print(f"train   {' then '.join(args.stages)}; B={args.block_size}, ar_weight {args.ar_weight:g}, lr {args.lr:g}, "
+          f"{args.batch_size} chats a step, seed {args.seed}")
+    print(f"device  {args.device}, {str(args.dtype).removeprefix('torch.')} ({reason}); about "
+          f"{memory_gb(model.config, n_params, args):.1f} GB with {args.micro_tokens} tokens at once")
     print(f"output  {args.out}/", flush=True)
+
     args.out.mkdir(parents=True, exist_ok=True)
-    state = load_resume(args) if args.resume else None
-    if not state:
-        (args.out / "log.jsonl").write_text(json.dumps({"settings": args.settings, "command": sys.argv, "device": str(device), "dtype": str(dtype),
-                                                        "torch": torch.__version__, "python": platform.python_version(), "machine": platform.machine()}) + "\n")
-    args.steps_done = state["steps_done"] if state else {}
-    if state:
-        args.started_as_mars = state["started_as_mars"]
+    state = None
+    if resume:
+        state = load_resume(resume[0], args)
+        args.keep_mask = state["keep_mask"]
+    else:
+        about = {"settings": args.settings, "command": sys.argv, "device": str(args.device), "dtype": str(args.dtype),
+                 "torch": torch.__version__, "python": platform.python_version(), "machine": platform.machine()}
+        (args.out / "log.jsonl").write_text(json.dumps(about) + "\n", encoding="utf-8")
     for stage in args.stages[args.stages.index(state["stage"]) if state else 0 :]:
-        train_stage(stage, model, tokenizer, rows, args, device, dtype, state)
+        train_stage(stage, model, tokenizer, rows, args, state)
         state = None
-        folder = save_pretrained(args.out / stage, model, tokenizer, mars_record(args, tokenizer, stage), args.save_dtype)
-        args.steps_done[stage] = args.steps[stage] or math.ceil(args.epochs[stage] * math.ceil(len(rows) / args.batch_size))
+        folder = save_pretrained(args.out / stage, model, tokenizer, mars_record(stage, tokenizer, args), args.save_dtype)
         print(f"saved   {folder}", flush=True)
-    for old in checkpoints(args.out):
-        shutil.rmtree(old)
+    for done in checkpoints(args):
+        shutil.rmtree(done)
     show_sample(model, tokenizer, chats[0], args, folder)
     last = json.loads((args.out / "log.jsonl").read_text(encoding="utf-8").splitlines()[-1])
-    return {"checkpoint": str(folder), "stage": last["stage"], "steps": last["step"], "L_mask": last["L_mask"], "L_AR": last["L_AR"]}
+    return {"checkpoint": str(folder), "stage": stage, "steps": last["step"], "L_mask": last["L_mask"], "L_AR": last["L_AR"]}
+
+
+def show_sample(model, tokenizer, messages, args, folder) -> None:
+    """Decode the first question of a chat with the new model, and say what to type next."""
+    from decode import generate, shade
+
+    question, parts = [m for m in messages if m["role"] != "assistant"][:1], []
+    if question:
+        [done] = generate(model, tokenizer, [question], 0.9, args.block_size, 64, on_text=lambda row, text, n: parts.append((text, n)))
+        print(f"\n{question[0]['content']}\n{shade(parts)}\n({len(done.ids)} tokens in {done.n_forward} forwards at tau 0.9)")
+    print(f"\nnext: python decode.py --model {folder} --tau 0.9 --compare")
 
 
 def main(argv=None) -> int:
@@ -445,22 +461,11 @@ def main(argv=None) -> int:
         print(f"error: out of memory. Lower --micro-tokens (now {args.micro_tokens}), then --max-len (now {args.max_len})", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print(f"\nstopped; continue with the same command and --resume (checkpoints in {args.out}/)", file=sys.stderr)
+        print(f"\nstopped; the same command with --resume continues from the newest checkpoint in {args.out}/", file=sys.stderr)
         return 130
     if args.json:
         print(json.dumps(result))
     return 0
-
-
-def show_sample(model, tokenizer, messages, args, folder) -> None:
-    """Decode the first question of a chat with the new model, and say what to type next."""
-    from decode import generate, shade
-
-    question = [m for m in messages if m["role"] != "assistant"][:1]
-    parts = []
-    [done] = generate(model, tokenizer, [question], 0.9, args.block_size, max_new_tokens=64, on_text=lambda row, text, n: parts.append((text, n)))
-    print(f"\n{question[0]['content'] if question else ''}\n{shade(parts)}\n({len(done.ids)} tokens in {done.n_forward} forwards at tau 0.9)")
-    print(f"\nnext: python decode.py --model {folder} --tau 0.9 --compare")
 
 
 if __name__ == "__main__":

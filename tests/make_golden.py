@@ -23,9 +23,9 @@ N_GREEDY = 32
 @torch.no_grad()
 def main() -> None:
     config = Qwen2Config(
-        vocab_size=512, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=6, num_key_value_heads=2, head_dim=16,
-        max_position_embeddings=128, rms_norm_eps=1e-4, tie_word_embeddings=True, rope_parameters={"rope_type": "default", "rope_theta": 5000.0},
-        bos_token_id=None, eos_token_id=None, pad_token_id=None,
+        vocab_size=512, hidden_size=64, intermediate_size=96, num_hidden_layers=2, tie_word_embeddings=True,
+        num_attention_heads=6, num_key_value_heads=2, head_dim=16, max_position_embeddings=128, rms_norm_eps=1e-4,
+        rope_parameters={"rope_type": "default", "rope_theta": 5000.0}, bos_token_id=None, eos_token_id=None, pad_token_id=None,
     )
     model = Qwen2ForCausalLM(config).float().eval()
     generator = torch.Generator().manual_seed(0)

@@ -19,6 +19,13 @@ def run(out, *more, stages="sft,mars", steps="5,5"):
     return train.main([*SMALL, "--stages", stages, "--steps", steps, "--out", str(out), *more])
 
 
+def settled(out, *more):
+    """Arguments as run() leaves them."""
+    args = train.parse([*SMALL, "--out", str(out), *more])
+    args.device, args.dtype = torch.device("cpu"), torch.float32
+    return args
+
+
 def losses(out):
     records = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()[1:]]
     return [(r["stage"], r["step"], r["L_mask"], r["L_AR"], r["grad_norm"], r["lr"]) for r in records]
@@ -77,7 +84,7 @@ def test_a_half_written_checkpoint_is_never_picked_up(tmp_path, monkeypatch):
 
     monkeypatch.setattr(torch, "save", torn)
     assert run(tmp_path, stages="sft", steps="5") == 130
-    assert [p.name for p in train.checkpoints(tmp_path)] == ["step-000002"]
+    assert [p.name for p in train.checkpoints(settled(tmp_path))] == ["sft-step-000002"]
     monkeypatch.undo()
     assert run(tmp_path, "--resume", stages="sft", steps="5") == 0
 
@@ -85,14 +92,14 @@ def test_a_half_written_checkpoint_is_never_picked_up(tmp_path, monkeypatch):
 def test_resume_refuses_what_would_be_another_run(tmp_path, monkeypatch, capsys):
     """Fault: a resumed run with another lr, silently; an unfinished run overwritten by a fresh one; nothing to resume."""
     assert run(tmp_path, "--resume", stages="sft", steps="5") == 2
-    assert "no step-NNNNNN checkpoint" in capsys.readouterr().err
+    assert "no STAGE-step-NNNNNN checkpoint" in capsys.readouterr().err
     die_at(monkeypatch, 3)
     run(tmp_path, stages="sft", steps="5")
     capsys.readouterr()
     assert run(tmp_path, "--resume", "--lr", "0.5", stages="sft", steps="5") == 2
     assert "lr was 0.002, is 0.5" in capsys.readouterr().err
     assert run(tmp_path, stages="sft", steps="5") == 2
-    assert "holds an unfinished run (step-000002)" in capsys.readouterr().err
+    assert "holds an unfinished run (sft-step-000002)" in capsys.readouterr().err
 
 
 def test_step_zero_is_the_base_models_own_loss(tokenizer, tmp_path):
@@ -134,22 +141,22 @@ def test_the_token_budget_changes_memory_not_gradients(tmp_path, tokenizer):
     rows, _ = encode_rows([p.messages() for p in arithmetic("train", 12)], tokenizer, 256)
     results = []
     for budget in (10**6, 300, 1):
-        args = train.parse([*SMALL, "--micro-tokens", str(budget)])
+        args = settled(tmp_path, "--micro-tokens", str(budget))
         model = tiny_model()
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-        record = train.optimizer_step(model, optimizer, rows, 4, tokenizer.mask_id, args, torch.device("cpu"), torch.float32)
+        record = train.optimizer_step(model, optimizer, rows, 4, tokenizer.mask_id, args)
         results.append((torch.tensor([record["L_mask"], record["L_AR"], record["grad_norm"]]), model.lm_head.weight.detach()))
     for other in results[1:]:
         assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(results[0], other))
 
 
 @pytest.mark.parametrize("weight", [0.0, 0.5])
-def test_ar_weight(tokenizer, weight):
+def test_ar_weight(tokenizer, tmp_path, weight):
     """Fault: ar_weight 0 still trains L_AR, or switches its log off. Gradients of the sum are checked against each alone."""
     rows, _ = encode_rows([p.messages() for p in arithmetic("train", 3)], tokenizer, 256)
-    args = train.parse([*SMALL, "--ar-weight", str(weight), "--clip", "1e9"])
+    args = settled(tmp_path, "--ar-weight", str(weight), "--clip", "1e9")
     model, start = tiny_model(), tiny_model().lm_head.weight.detach()
-    record = train.optimizer_step(model, torch.optim.SGD(model.parameters(), lr=1.0), rows, 4, tokenizer.mask_id, args, torch.device("cpu"), torch.float32)
+    record = train.optimizer_step(model, torch.optim.SGD(model.parameters(), lr=1.0), rows, 4, tokenizer.mask_id, args)
     reference = tiny_model()
     mask, ar = dual_stream_loss(reference, build_streams(rows, 4, tokenizer.mask_id))
     n_mask, n_ar = train.count_targets(rows)
