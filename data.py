@@ -12,6 +12,7 @@ import re
 import urllib.request
 import zlib
 from collections import Counter
+from http.client import HTTPException
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,7 +25,8 @@ RESERVED = ("<empty_output>", "<|fim_pad|>", "<|reserved_special_token_0|>")  # 
 IM_START, IM_END = "<|im_start|>", "<|im_end|>"
 ROLES = ("system", "user", "assistant")
 
-GSM8K_URL = "https://raw.githubusercontent.com/openai/grade-school-math/3101c7d5072418e28b9008a6636bde82a006892c/grade_school_math/data/train.jsonl"
+GSM8K_COMMIT = "3101c7d5072418e28b9008a6636bde82a006892c"
+GSM8K_URL = f"https://raw.githubusercontent.com/openai/grade-school-math/{GSM8K_COMMIT}/grade_school_math/data/train.jsonl"
 GSM8K_SHA256 = "17f347dc51477c50d4efb83959dbb7c56297aba886e5544ee2aaed3024813465"
 
 # ------------------------------------------------------------------------------------------------------ tokenizer
@@ -64,7 +66,7 @@ class ChatTokenizer:
         n_tokens = max(vocab.values()) + 1
         n_rows = config.get("vocab_size", n_tokens + (MASK_TOKEN not in vocab))
         if n_tokens > n_rows:
-            raise UserError(f"{where}: the tokenizer has {n_tokens} tokens but the model only {n_rows} embedding rows; they do not belong together")
+            raise UserError(f"{where}: the tokenizer has {n_tokens} tokens but the model only {n_rows} embedding rows; they do not fit")
         if MASK_TOKEN in vocab:
             self.mask_token = MASK_TOKEN
         elif n_tokens < n_rows:
@@ -73,12 +75,14 @@ class ChatTokenizer:
         else:
             self.mask_token = next((t for t in RESERVED if t in vocab), None)
             if self.mask_token is None:
-                raise UserError(f"{where}: all {n_rows} embedding rows are in use and none of {', '.join(RESERVED)} is in the vocabulary to serve as [MASK]")
+                raise UserError(f"{where}: all {n_rows} embedding rows are in use, and none of {', '.join(RESERVED)} is there to be [MASK]")
         self.mask_id = self.tokenizer.token_to_id(self.mask_token)
+        if MASK_TOKEN not in vocab and self.mask_token == MASK_TOKEN and self.mask_id != n_tokens:
+            raise UserError(f"{where}: the ids of its {len(vocab)} tokens have holes below {n_tokens}, so {MASK_TOKEN} cannot be added")
         self.mars = config.get("mars") or ({"stage": "mars"} if config.get("model_type") == "a2d-qwen2" else {})
         recorded = self.mars.get("mask_token_id")
         if recorded is not None and recorded != self.mask_id:
-            raise UserError(f"{where}: config.json was trained with mask_token_id {recorded}, but this tokenizer's {self.mask_token} is {self.mask_id}")
+            raise UserError(f"{where}: trained with mask_token_id {recorded}, but this tokenizer's {self.mask_token} is {self.mask_id}")
         self.n_tokens = max(n_tokens, self.mask_id + 1)
         self.settings = settings
 
@@ -172,10 +176,14 @@ class ChatTokenizer:
             template = next((t["template"] for t in template if t.get("name") == "default"), None)
         if not template:
             return None
+        from jinja2 import TemplateError
         from jinja2.sandbox import ImmutableSandboxedEnvironment
 
         env = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
-        text = env.from_string(template).render(messages=[{"role": "user", "content": "Hi"}], add_generation_prompt=True)
+        try:
+            text = env.from_string(template).render(messages=[{"role": "user", "content": "Hi"}], add_generation_prompt=True)
+        except TemplateError as e:
+            raise UserError(f"{where}: its chat template cannot be used: {e}") from None
         user = f"{IM_START}user\nHi{IM_END}\n{IM_START}assistant\n"
         found = re.fullmatch(rf"(?:{re.escape(IM_START)}system\n(.*?){re.escape(IM_END)}\n)?{re.escape(user)}", text, re.DOTALL)
         if not found:
@@ -207,6 +215,8 @@ def check_chat(messages) -> None:
             raise UserError(f"message {i}: role {_brief(m.get('role'))} is not one of {', '.join(ROLES)}")
         if not isinstance(m.get("content"), str):
             raise UserError(f"message {i} ({m['role']}): content must be a string, not {_brief(m.get('content'))}")
+        if not m["content"].isascii() and re.search("[\ud800-\udfff]", m["content"]):
+            raise UserError(f"message {i} ({m['role']}): content holds half a surrogate pair: {_brief(m['content'])}")
 
 
 def _brief(value) -> str:
@@ -224,11 +234,13 @@ def to_messages(row) -> list[dict]:
     if "messages" in row:
         messages = row["messages"]
     elif "question" in row and "answer" in row:
-        answer = re.sub(r"<<[^<>]*>>", "", row["answer"]) if isinstance(row["answer"], str) else row["answer"]
+        answer = re.sub(r"<<[^<>=]*=[^<>]*>>", "", row["answer"]) if isinstance(row["answer"], str) else row["answer"]
         messages = [{"role": "user", "content": row["question"]}, {"role": "assistant", "content": answer}]
     elif "instruction" in row and "output" in row:
-        more = row.get("input") or ""
-        ask = row["instruction"] + ("\n\n" + more if more else "") if isinstance(row["instruction"], str) and isinstance(more, str) else None
+        parts = [row["instruction"], "" if row.get("input") is None else row["input"]]
+        if not all(isinstance(p, str) for p in parts):
+            raise UserError(f"instruction and input must be strings, not {_brief(parts)}")
+        ask = "\n\n".join(p for p in parts if p)
         messages = [{"role": "user", "content": ask}, {"role": "assistant", "content": row["output"]}]
     else:
         raise UserError(f"a row needs messages, question/answer or instruction/output; this one has {', '.join(row) or 'nothing'}")
@@ -251,7 +263,7 @@ def read_chats(path) -> list[list[dict]]:
         if line.strip():
             try:
                 chats.append(to_messages(json.loads(line)))
-            except ValueError as e:  # JSON, UTF-8 and UserError alike
+            except (ValueError, RecursionError) as e:  # JSON, UTF-8 and UserError alike
                 raise UserError(f"{path}, line {number}: {e}") from None
     if not chats:
         raise UserError(f"{path}: no rows in this file")
@@ -275,7 +287,7 @@ def gsm8k_train() -> Path:
         try:
             with urllib.request.urlopen(GSM8K_URL, timeout=60) as response:
                 content = response.read()
-        except OSError as e:
+        except (OSError, HTTPException) as e:
             raise UserError(f"gsm8k: cannot download {GSM8K_URL} ({e}). Without a network, pass a local copy: --data FILE") from None
         digest = hashlib.sha256(content).hexdigest()
         if digest != GSM8K_SHA256:
@@ -390,7 +402,7 @@ def arithmetic_problem(rng: random.Random, largest: int = 99) -> Problem:
             n = rng.randint(2, largest) if kind == "+" else rng.randint(2, min(have, largest))
         now = {"+": have + n, "-": have - n, "*": have * n}[kind]
         facts.append(say(text, n))
-        work.append(f"{a} {verb} {n}, so {have} {kind} {n} = {now} {x}." if kind != "*" else f"{a} {verb} them, so {have} * {n} = {now} {x}.")
+        work.append(f"{a} {verb} {'them' if kind == '*' else n}, so {have} {kind} {n} = {now} {x}.")
         have = now
     if rng.random() < 0.5:
         facts.insert(rng.randint(1, len(facts)), say(rng.choice(NOISE), rng.randint(2, largest)))
@@ -421,7 +433,8 @@ def final_number(text: str) -> int | None:
 def arithmetic_tokenizer(vocab_size: int = 512) -> ChatTokenizer:
     """A small byte-level BPE trained on generated problems, digits one by one, with the ChatML tokens and <|mask|>."""
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)])
+    digits, byte_level = pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, byte_level])
     tokenizer.decoder = decoders.ByteLevel()
     control = ["<|endoftext|>", IM_START, IM_END, MASK_TOKEN]
     trainer = trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=control, initial_alphabet=sorted(BYTE_OF_CHAR), show_progress=False)

@@ -204,11 +204,16 @@ def decode_none(model, batch: Batch) -> None:
         batch.take(ids, n)
 
 
+def new_cache(model, batch: Batch, ahead: int) -> KVCache:
+    """Room for the longest prompt, what may follow it, and `ahead` masks."""
+    length = max(map(len, batch.prompts)) + int(batch.limit.max()) + ahead
+    return KVCache(model.config, len(batch.prompts), length, model.lm_head.weight.dtype, batch.device)
+
+
 def decode_cursor(model, batch: Batch) -> None:
     """Every row at its own cursor: no row waits for another (the paper's future work)."""
-    longest = max(map(len, batch.prompts))
-    cache = KVCache(model.config, len(batch.prompts), longest + int(batch.limit.max()) + 2 * batch.block_size, model.lm_head.weight.dtype, batch.device)
     pending, n_pending = padded(batch.prompts, batch.rules.mask_id), torch.tensor([len(p) for p in batch.prompts])
+    cache = new_cache(model, batch, 2 * batch.block_size)
     while batch.alive():
         tau, window = batch.next_tau()
         ids, n = cursor_step(model, cache, pending, n_pending, window, tau, batch.limit, batch.rules)
@@ -241,7 +246,7 @@ def decode_block(model, batch: Batch, cache_block: int) -> None:
     """
     N, mask_id = len(batch.prompts), batch.rules.mask_id
     length = torch.tensor([len(p) for p in batch.prompts])
-    cache = KVCache(model.config, N, int(length.max() + batch.limit.max()) + cache_block, model.lm_head.weight.dtype, batch.device)
+    cache = new_cache(model, batch, cache_block)
     tau, window = batch.next_tau()
     hidden = model(padded(batch.prompts, mask_id).to(batch.device), cache=cache)       # prefill
     kept = pick(hidden, length[:, None] - 1)                                           # (N, 1, D): predicts the block's first token
@@ -302,7 +307,7 @@ def generate(
     if not callable(tau):
         as_tau(tau, len(prompts), measure)
     if tokenizer.n_tokens > model.config.vocab_size:
-        raise UserError(f"the tokenizer has {tokenizer.n_tokens} tokens but the model only {model.config.vocab_size} embedding rows; they do not belong together")
+        raise UserError(f"the tokenizer has {tokenizer.n_tokens} tokens but the model only {model.config.vocab_size} embedding rows")
     batch = Batch(model, tokenizer, prompts, tau, block_size, max_new_tokens, measure, on_text)
     if cache == "block":
         decode_block(model, batch, cache_block)
@@ -359,7 +364,7 @@ def newest_model() -> tuple[Path, str]:
 def parse(argv) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     add = parser.add_argument_group("model").add_argument
-    add("--model", default=None, metavar="NAME|DIR", help="folder, short name or hub id (default: the newest under out/, else the shipped one)")
+    add("--model", default=None, metavar="NAME|DIR", help="folder, short name or hub id (default: the newest under out/)")
     add("--device", default="auto", help="auto | cuda | mps | cpu")
     add("--dtype", default="auto", choices=["auto", "float32", "bfloat16"], help="default: bfloat16 where it is fast")
     add = parser.add_argument_group("what to say").add_argument
@@ -387,7 +392,7 @@ def summary(generations: list[Generation], seconds: float) -> str:
 
 def answer(model, tokenizer, prompts: list[str], args) -> dict:
     """Decode, print, and return the JSON object of the command."""
-    settings = dict(block_size=args.block_size, max_new_tokens=args.max_new_tokens, cache=args.cache, cache_block=args.cache_block, measure=args.measure)
+    settings = {k: getattr(args, k) for k in ("block_size", "max_new_tokens", "cache", "cache_block", "measure")}
     live = len(prompts) == 1
     show = (lambda parts: "".join(t for t, _ in parts)) if args.plain else shade
     parts: list[list] = [[] for _ in prompts]
@@ -410,7 +415,8 @@ def answer(model, tokenizer, prompts: list[str], args) -> dict:
     print("" if live else "---")
     print(summary(generations, seconds))
     tokens, forwards = sum(len(g.ids) for g in generations), sum(g.n_forward for g in generations)
-    result = {"generations": [g.__dict__ for g in generations], "tokens_per_forward": tokens / forwards, "tokens_per_second": tokens / seconds, "seconds": seconds}
+    result = {"generations": [vars(g) for g in generations], "tokens_per_forward": tokens / forwards,
+              "tokens_per_second": tokens / seconds, "seconds": seconds}
     if args.compare:
         ar, ar_seconds = timed(one_token)
         print(f"one at a time: {summary(ar, ar_seconds)}")
@@ -433,8 +439,9 @@ def main(argv=None) -> int:
         model = load_pretrained(folder, dtype=dtype, device=device)
         args.block_size = args.block_size if args.block_size is not None else tokenizer.mars.get("block_size", 4)
         if tokenizer.mars.get("stage") != "mars" and (args.tau < 1) != (args.measure == "entropy"):
-            print(f"note: {where} was not trained with MARS, so what it says with more than one token per forward is noise; try --tau 1")
-        print(f"{where} ({why}) on {device}, {str(dtype).removeprefix('torch.')} ({reason}); tau {args.tau:g}, B={args.block_size}, {args.cache} cache\n", flush=True)
+            print(f"note: {where} was not trained with MARS: with more than one token per forward it says noise; try --tau 1")
+        print(f"{where} ({why}) on {device}, {str(dtype).removeprefix('torch.')} ({reason}); "
+              f"tau {args.tau:g}, B={args.block_size}, {args.cache} cache\n", flush=True)
         if not args.prompt and sys.stdin.isatty():
             return converse(model, tokenizer, args)
         prompts = args.prompt or [sys.stdin.read().strip()]

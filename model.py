@@ -9,6 +9,7 @@ forward takes token ids, the position each token stands for, and a mask that say
 
 import json
 import os
+import re
 import shutil
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -91,7 +92,8 @@ class ModelConfig:
         if theta is None:
             raise UserError("config: no rope_theta, neither at the top level nor in rope_parameters")
         known = {f.name: raw[f.name] for f in fields(cls) if raw.get(f.name) is not None}
-        missing = [f for f in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads") if f not in known]
+        sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+        missing = [f for f in sizes if f not in known]
         if missing:
             raise UserError(f"config: missing {', '.join(missing)}")
         known.setdefault("num_key_value_heads", known["num_attention_heads"])
@@ -260,7 +262,7 @@ def pick_device(device: str | None = None) -> torch.device:
     try:
         return torch.empty(0, device=device).device
     except (RuntimeError, AssertionError) as e:
-        raise UserError(f"device {device!r} cannot be used here: {str(e).splitlines()[0]}") from None
+        raise UserError(f"device {device!r} cannot be used here: {str(e).splitlines()[0][:100]}") from None
 
 
 def pick_dtype(device: torch.device, dtype: str | None = None) -> tuple[torch.dtype, str]:
@@ -292,8 +294,8 @@ def resolve(name_or_dir: str | os.PathLike) -> Path:
         return path
     name = str(name_or_dir)
     repo = HUB_NAMES.get(name.lower(), name)
-    if repo.count("/") != 1 or repo.startswith((".", "/", "~")) or repo.endswith("/"):
-        raise UserError(f"{name!r}: no such folder, and no model of that name (known: {', '.join(HUB_NAMES)}; or a hub id like owner/model)")
+    if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", repo, re.ASCII) or ".." in repo or "--" in repo:
+        raise UserError(f"{name!r}: no such folder, and no model of that name (known: {', '.join(HUB_NAMES)}; or a hub id owner/model)")
     return _from_hub(name, repo)
 
 
@@ -301,16 +303,21 @@ def _from_hub(name: str, repo: str) -> Path:
     from huggingface_hub import errors, snapshot_download
 
     want = dict(repo_id=repo, allow_patterns=["*.json", "*.jinja", "*.safetensors"])
+
+    def whole(folder: str) -> Path:  # an interrupted download leaves a folder with files missing
+        resolve(folder)
+        weight_files(Path(folder))
+        return Path(folder)
+
     try:
-        cached = Path(snapshot_download(**want, local_files_only=True))
-        weight_files(cached)
-        if (cached / "config.json").is_file() and (cached / "tokenizer.json").is_file():
+        cached = whole(snapshot_download(**want, local_files_only=True))
+        if (cached / "tokenizer.json").is_file():
             return cached
+        raise UserError(f"{cached}: no tokenizer.json")
     except (errors.LocalEntryNotFoundError, UserError):
-        pass  # not there, or an interrupted download: fetch what is missing
-    print(f"downloading {repo} (once; kept in the hub cache)", flush=True)
+        print(f"downloading {repo} (once; kept in the hub cache)", flush=True)
     try:
-        return Path(snapshot_download(**want))
+        return whole(snapshot_download(**want))
     except errors.GatedRepoError:
         raise UserError(f"{name}: {repo} asks for its licence to be accepted on its page; then set HF_TOKEN") from None
     except errors.RepositoryNotFoundError:
@@ -325,9 +332,12 @@ def read_json(path: Path) -> dict:
     if not path.is_file():
         return {}
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as e:
         raise UserError(f"{path}: not valid JSON ({e})") from None
+    if not isinstance(value, dict):
+        raise UserError(f"{path}: must hold a JSON object, not {str(value)[:40]!r}")
+    return value
 
 
 def weight_files(folder: Path) -> dict[str, list[str] | None]:
@@ -381,13 +391,14 @@ def load_pretrained(name_or_dir, dtype=None, device=None) -> Qwen2:
     if config.tie_word_embeddings:
         head, embed = stored.get("lm_head.weight"), stored.get("model.embed_tokens.weight")
         if head is not None and embed is not None and not torch.equal(head, embed):
-            print(f"warning: {folder}: tie_word_embeddings is true but lm_head.weight differs from the embedding; the embedding is used", flush=True)
+            print(f"warning: {folder}: the head is tied to the embedding, but lm_head.weight differs from it; the embedding is used")
         if embed is not None:
             stored["lm_head.weight"] = embed
     stored = {k: v for k, v in stored.items() if not k.endswith("rotary_emb.inv_freq")}  # derived, in some old files
     problems = [f"missing {n} {list(wanted[n])}" for n in wanted if n not in stored]
     problems += [f"unexpected {n} {list(stored[n].shape)}" for n in stored if n not in wanted]
-    problems += [f"{n} is {list(stored[n].shape)}, the config wants {list(wanted[n])}" for n in wanted if n in stored and stored[n].shape != wanted[n]]
+    both = [n for n in wanted if n in stored and stored[n].shape != wanted[n]]
+    problems += [f"{n} is {list(stored[n].shape)}, the config wants {list(wanted[n])}" for n in both]
     if problems:
         raise UserError(f"{folder}: weights do not fit the config: " + "; ".join(problems))
     if dtype is None:

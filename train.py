@@ -26,7 +26,8 @@ from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 
 from data import ChatTokenizer, Row, arithmetic_tokenizer, encode_rows, epoch_steps, load_chats, micro_batches
-from model import HUB_NAMES, ModelConfig, Qwen2, UserError, is_out_of_memory, load_pretrained, pick_device, pick_dtype, replace_folder, save_pretrained
+from model import HUB_NAMES, ModelConfig, Qwen2, UserError, is_out_of_memory, load_pretrained
+from model import pick_device, pick_dtype, replace_folder, save_pretrained
 
 IGNORE = -100  # label of a position that predicts nothing
 

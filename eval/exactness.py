@@ -116,7 +116,8 @@ def check(args) -> dict:
     five = [by_length[i * (len(prompts) - 1) // 4] for i in (2, 0, 4, 1, 3)] if len(prompts) >= 5 else list(range(len(prompts)))
     some, some_ids = [questions[i] for i in five], [prompts[i] for i in five]
     lengths = "/".join(str(len(p)) for p in some_ids)
-    report(f"batch of prompts of {lengths} tokens against solo, tau 1", some_ids, decoded(some, 1.0, "cursor"), [solo[i] for i in five], 1.0)
+    name = f"batch of prompts of {lengths} tokens against solo, tau 1"
+    report(name, some_ids, decoded(some, 1.0, "cursor"), [solo[i] for i in five], 1.0)
     report("block cache against none, tau 1", some_ids, decoded(some, 1.0, "block"), decoded(some, 1.0, "none"), 1.0)
     for tau in (0.95, 0.7, 0.3):
         cursor = decoded(some, tau, "cursor")
@@ -144,7 +145,8 @@ def main(argv=None) -> int:
         print(f"error: {e}", file=sys.stderr)
         return 2
     if args.out:
-        write_results(args.out, result | {"model": args.model, "prompts": args.prompts, "new_tokens": args.tokens, **provenance(args.device, torch.float32, args.prompts)})
+        settings = {k: getattr(args, k) for k in ("model", "prompts", "limit", "tokens", "block_size")}
+        write_results(args.out, result | {"settings": settings, **provenance(args.device, torch.float32, args.prompts)})
     if args.json:
         print(json.dumps(result))
     return 1 if result["errors"] else 0

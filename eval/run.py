@@ -59,7 +59,7 @@ def main(argv=None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     add = parser.add_argument_group("what").add_argument
     add("--model", required=True, metavar="NAME|DIR")
-    add("--data", default="arithmetic", metavar="FILE", help="JSONL of chats or question/answer rows; or arithmetic: its unseen test problems")
+    add("--data", default="arithmetic", metavar="FILE", help="JSONL of chats or question/answer rows; arithmetic: unseen problems")
     add("--limit", type=int, default=200, metavar="N", help="the first N questions")
     add("--tau", default="1,0.95,0.9,0.8", metavar="LIST")
     add = parser.add_argument_group("how").add_argument
@@ -80,18 +80,19 @@ def main(argv=None) -> int:
         tokenizer = ChatTokenizer.from_pretrained(args.model)
         model = load_pretrained(args.model, dtype, device)
         print(f"{args.model} on {device}, {str(dtype).removeprefix('torch.')} ({reason}); {len(chats)} questions of {args.data}")
-        rows = [evaluate(model, tokenizer, chats, float(t), args.block_size, args.batch_size, args.max_new_tokens, args.cache) for t in args.tau.split(",")]
+        how = (args.block_size, args.batch_size, args.max_new_tokens, args.cache)
+        rows = [evaluate(model, tokenizer, chats, float(t), *how) for t in args.tau.split(",")]
     except UserError as e:
         print(f"error: {e}", file=sys.stderr)
         return 2
     samples = [s | {"tau": r["tau"]} for r in rows for s in r.pop("samples")]
     print("\n   tau  accuracy  95 % interval   tokens/forward  tokens/s")
     for r in rows:
-        print(f"{r['tau']:6g}  {r['accuracy']:8.3f}  {r['low']:.3f} .. {r['high']:.3f}  {r['tokens_per_forward']:14.2f}  {r['tokens_per_second']:8.1f}")
+        print("{tau:6g}  {accuracy:8.3f}  {low:.3f} .. {high:.3f}  {tokens_per_forward:14.2f}  {tokens_per_second:8.1f}".format(**r))
     result = {"task": args.data, "n": len(chats), "rows": rows}
     if args.out:
-        write_results(args.out, result | {"model": args.model, "block_size": args.block_size or tokenizer.mars.get("block_size", 4), "cache": args.cache,
-                                          "batch_size": args.batch_size, "max_new_tokens": args.max_new_tokens, **provenance(device, dtype, args.data)})
+        settings = {k: getattr(args, k) for k in ("model", "block_size", "cache", "batch_size", "max_new_tokens")}
+        write_results(args.out, result | {"settings": settings, "trained": tokenizer.mars, **provenance(device, dtype, args.data)})
         args.out.with_suffix(".jsonl").write_text("".join(json.dumps(s, ensure_ascii=False) + "\n" for s in samples), encoding="utf-8")
     if args.json:
         print(json.dumps(result))

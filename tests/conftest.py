@@ -10,6 +10,7 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
+torch.set_num_threads(1)  # tiny models: a second thread costs more than it brings
 
 from data import arithmetic_tokenizer  # noqa: E402
 from model import ModelConfig, Qwen2, save_pretrained  # noqa: E402

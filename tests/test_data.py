@@ -93,7 +93,7 @@ def test_chats_are_byte_equal_to_the_models_own_template(variable, fixture, by, 
     folder, ours, library = real_folder(variable), request.getfixturevalue(fixture), pytest.importorskip(by)
     if by == "transformers":
         theirs = getattr(library, ours.settings["tokenizer_class"]).from_pretrained(folder)
-        render = lambda messages, prompt: theirs.apply_chat_template(messages, tokenize=True, add_generation_prompt=prompt, return_dict=False)
+        render = lambda messages, prompt: theirs.apply_chat_template(messages, add_generation_prompt=prompt, return_dict=False)
     else:
         template = library.Environment(trim_blocks=True, lstrip_blocks=True).from_string(ours.settings["chat_template"])
         theirs = Tokenizer.from_file(str(folder / "tokenizer.json"))
@@ -325,7 +325,7 @@ def turn(json_text: str) -> str:
 
 
 BAD_ROWS = [
-    "null", "[]", "3", '"text"', "{}", '{"text": "x"}', '{"question": "x"}', '{"messages": null}', '{"messages": []}', '{"messages": ["Hi"]}',
+    "null", "[]", "3", "{}", '{"text": "x"}', '{"question": "x"}', '{"messages": null}', '{"messages": []}', '{"messages": ["Hi"]}',
     '{"messages": {"role": "assistant"}}', '{"messages": [{"role": "user", "content": "x"}]}', turn("null"), turn('{"role": "assistant"}'),
     turn('{"content": "x"}'), turn('{"role": "tool", "content": "x"}'), turn('{"role": ["assistant"], "content": "x"}'),
     *(turn('{"role": "assistant", "content": ' + content + "}") for content in ("null", "5", '[{"type": "text", "text": "x"}]')),
@@ -359,9 +359,9 @@ def test_missing_and_empty_files(tmp_path, chats_of):
 
 
 def test_lines_end_at_newline_only(chats_of):
-    """CASES 22. Fault: str.splitlines cuts a row at U+2028, U+0085 or a form feed, and reports broken JSON."""
+    """CASES 22. Fault: str.splitlines cuts a row at U+2028, U+0085 or a lone \\r, and reports broken JSON."""
     odd = "a\u2028b\u2029c\u0085d\x7fe"
-    row = json.dumps({"question": odd, "answer": odd}, ensure_ascii=False)
+    row = json.dumps({"question": odd, "answer": odd}, ensure_ascii=False, separators=(",\r", ":"))
     assert chats_of(f"{row}\n{row}\r\n{row}") == [chat(f"u:{odd}", f"a:{odd}")] * 3
 
 
@@ -406,7 +406,7 @@ def test_an_epoch_is_a_function_of_seed_and_epoch():
     first = epoch_steps(LENGTHS, 8, seed=1, epoch=2)
     random.seed(5)
     assert epoch_steps(LENGTHS, 8, seed=1, epoch=2) == first
-    others = [epoch_steps(LENGTHS, 8, seed, epoch) for seed, epoch in ((1, 3), (2, 2), (2, 1), (12, 2))]
+    others = [epoch_steps(LENGTHS, 8, seed, epoch) for seed, epoch in ((1, 3), (2, 2), (2, 1), (12, 2), (1, 22))]
     assert all(a != b for a, b in combinations([first, *others], 2))
 
 

@@ -163,7 +163,8 @@ def test_transformers_generates_what_tau_1_generates(hf, model_dir, tokenizer, c
 def llama(hf, folder, **more):
     """A random LlamaForCausalLM (SmolLM2's shape: tied, grouped heads) saved by transformers."""
     sizes = dict(vocab_size=512, hidden_size=64, intermediate_size=96, num_hidden_layers=2, head_dim=16, tie_word_embeddings=True)
-    more |= dict(num_attention_heads=8, num_key_value_heads=4, initializer_range=0.2, rope_parameters=dict(rope_type="default", rope_theta=3e4))
+    rope = {"rope_type": "default", "rope_theta": 3e4}
+    more |= dict(num_attention_heads=8, num_key_value_heads=4, initializer_range=0.2, rope_parameters=rope)
     torch.manual_seed(0)
     theirs = hf.LlamaForCausalLM(hf.LlamaConfig(**sizes, **more)).eval()
     theirs.save_pretrained(folder)
@@ -516,16 +517,23 @@ class FakeHub:
     """A hub on this machine, and a process of its own (huggingface_hub reads HF_ENDPOINT at import) that calls resolve."""
 
     sha = "c" * 40
-    repos = ("Qwen/Qwen2.5-0.5B-Instruct", "ours/one", "ours/two")
+    repos = ("Qwen/Qwen2.5-0.5B-Instruct", "ours/one")
 
     def __init__(self, files, home):
         self.files, self.home, self.asked, self.port = files, home, [], 0
         self.start()
+        self.open_process()
+
+    def open_process(self):
         env = {k: v for k, v in os.environ.items() if not k.startswith(("HF_", "HUGGINGFACE")) and not k.lower().endswith("_proxy")}
-        env |= dict(HF_ENDPOINT=f"http://127.0.0.1:{self.port}", HF_HOME=str(home), PYTHONPATH=str(ROOT), HF_HUB_DISABLE_TELEMETRY="1")
-        self.errors = open(home / "stderr", "w+")
+        env |= dict(HF_ENDPOINT=f"http://127.0.0.1:{self.port}", HF_HOME=str(self.home), PYTHONPATH=str(ROOT), HF_HUB_DISABLE_TELEMETRY="1")
+        self.errors = open(self.home / "stderr", "w+")
         pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.errors)
         self.process = subprocess.Popen([sys.executable, "-c", ASK], text=True, env=env, **pipes)
+
+    def close_process(self):
+        self.process.communicate()
+        self.errors.close()
 
     def start(self):
         self.server = ThreadingHTTPServer(("127.0.0.1", self.port), Handler)
@@ -563,8 +571,7 @@ def hub(tmp_path_factory, model_dir):
     files = {p.name: p.read_bytes() for p in model_dir.iterdir()} | {"README.md": b"# hi", "pytorch_model.bin": b"pickle"}
     hub = FakeHub(files, tmp_path_factory.mktemp("hub"))
     yield hub
-    hub.process.communicate()
-    hub.errors.close()
+    hub.close_process()
     hub.stop()
 
 
@@ -581,23 +588,37 @@ def test_hub_downloads_once(hub):
     assert hub.ask("qwen2.5-0.5b") == (answer, "") and hub.asked == []
 
 
-@pytest.mark.parametrize("repo, listing", [("ours/one", True), ("ours/two", False)])
-@pytest.mark.parametrize("lost", ["model.safetensors", "tokenizer.json", "config.json"])
-def test_interrupted_download_is_completed(lost, repo, listing, hub):
-    """Fault: a half-downloaded model taken for whole. Newer hub libraries keep a listing of the files; older ones cannot tell."""
-    path = Path(hub.ask(repo)[0]["path"])
+def interrupt(hub, lost: str, listing: bool) -> Path:
+    """A cached model that lacks one file. Newer hub libraries keep a listing of the files, so they know; older ones cannot tell."""
+    path = Path(hub.ask("ours/one")[0]["path"])
     blob = (path / lost).resolve()
     (path / lost).unlink()
     blob.unlink(missing_ok=True)
     if not listing:
         shutil.rmtree(path.parents[1] / "trees", ignore_errors=True)
-    with hub.down():
-        answer, _ = hub.ask(repo)
-        assert repo in answer["error"] and "network" in answer["error"]
-    answer, said = hub.ask(repo)
+        hub.close_process()  # it remembers the listing, too
+        hub.open_process()
+    return path
+
+
+@pytest.mark.parametrize("lost", ["model.safetensors", "tokenizer.json", "config.json"])
+@pytest.mark.parametrize("listing", [True, False])
+def test_interrupted_download_is_completed(lost, listing, hub):
+    """Fault: a half-downloaded model taken for whole, or all of it fetched again."""
+    path = interrupt(hub, lost, listing)
+    answer, said = hub.ask("ours/one")
     assert answer == {"path": str(path)} and "downloading" in said
     assert (path / lost).read_bytes() == hub.files[lost]
-    assert [Path(p).name for p in hub.asked if "/resolve/" in p] == [lost] * 2  # its head, its body, nothing else again
+    assert [Path(p).name for p in hub.asked if "/resolve/" in p] == [lost] * 2  # its head, its body
+
+
+@pytest.mark.parametrize("lost, listing", [("model.safetensors", True), ("model.safetensors", False), ("config.json", False)])
+def test_interrupted_download_and_no_network(lost, listing, hub):
+    """Fault: the incomplete folder handed out as a model. What is missing cannot be had, and that is what must be said."""
+    interrupt(hub, lost, listing)
+    with hub.down():
+        answer, _ = hub.ask("ours/one")
+    assert "error" in answer and "ours/one" in answer["error"] and "network" in answer["error"]
 
 
 def test_hub_without_the_model_and_no_hub(hub):
