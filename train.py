@@ -118,7 +118,7 @@ def count_targets(rows: list[Row]) -> tuple[int, int]:
 def target_losses(model, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """Cross-entropy in nats (M,), float32, of hidden (M, D) against labels (M,).
 
-    Runs in chunks of at most 2^26 logits, each recomputed in the backward pass: M x V logits never stand in memory.
+    Runs in chunks of at most 2^25 logits, each recomputed in the backward pass: M x V logits never stand in memory.
     """
     if not len(labels):
         return torch.zeros(0, device=labels.device)
@@ -126,7 +126,7 @@ def target_losses(model, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Te
     def chunk_loss(h, y):
         return F.cross_entropy(model.logits(h).float(), y, reduction="none")
 
-    size = max(1, 2**26 // model.config.vocab_size)
+    size = max(1, 2**25 // model.config.vocab_size)
     chunks = zip(hidden.split(size), labels.split(size))
     return torch.cat([checkpoint(chunk_loss, h, y, use_reentrant=False, preserve_rng_state=False) for h, y in chunks])
 
@@ -312,7 +312,7 @@ def memory_gb(config: ModelConfig, n_params: int, args) -> float:
     """Estimated peak: weights, gradients and two AdamW moments in float32, and the activations and logits of one group."""
     width = 10 * config.hidden_size + 4 * config.intermediate_size
     activations = config.num_hidden_layers * width * args.micro_tokens * (4 if args.dtype == torch.float32 else 3)
-    return (16 * n_params + activations + 16 * min(2**26, args.micro_tokens * config.vocab_size)) / 1e9
+    return (16 * n_params + activations + 16 * min(2**25, args.micro_tokens * config.vocab_size)) / 1e9
 
 
 def tiny_config(tokenizer) -> ModelConfig:
@@ -346,7 +346,7 @@ def parse(argv) -> argparse.Namespace:
     add = parser.add_argument_group("machine").add_argument
     add("--device", default="auto", help="auto | cuda | mps | cpu")
     add("--dtype", default="auto", choices=["auto", "float32", "bfloat16"], help="of matrix products; weights and AdamW stay float32")
-    add("--micro-tokens", type=int, default=None, metavar="N", help="tokens taken through the network at once (default 2048; CUDA 16384)")
+    add("--micro-tokens", type=int, default=None, metavar="N", help="tokens taken through the network at once (default 1024; CUDA 16384)")
     add = parser.add_argument_group("output").add_argument
     add("--out", type=Path, default=None, metavar="DIR", help="default: out/<name of init>")
     add("--save-every", type=int, default=100, metavar="STEPS", help="checkpoint to resume from; 0 = never")
@@ -381,7 +381,7 @@ def parse(argv) -> argparse.Namespace:
 def run(args) -> dict:
     args.device = pick_device(args.device)
     args.dtype, reason = pick_dtype(args.device, args.dtype)
-    args.micro_tokens = args.settings["micro_tokens"] = args.micro_tokens or (16384 if args.device.type == "cuda" else 2048)
+    args.micro_tokens = args.settings["micro_tokens"] = args.micro_tokens or (16384 if args.device.type == "cuda" else 1024)
     torch.manual_seed(args.seed)
     resume = checkpoints(args)[-1:]
     if args.resume and not resume:
