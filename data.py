@@ -312,20 +312,22 @@ class Row(NamedTuple):
 
 
 def encode_rows(chats, tokenizer: ChatTokenizer, max_len: int) -> tuple[list[Row], Counter]:
-    """Rows of at most max_len tokens, and why others were left out: {reason: count}.
+    """Rows of at most max_len tokens, and what the limit did to others: {what: count}.
 
-    A long chat loses its tail, and the turn that is cut is learned up to the cut. A chat whose first answer begins at or
-    behind the cut has nothing left to learn and is left out, counted.
+    A long chat loses its tail, and the turn that is cut is learned up to the cut. A chat whose first answer begins at the
+    cut or after it has nothing left to learn and is left out. Both are counted.
     """
-    rows, left_out = [], Counter()
+    rows, cut = [], Counter()
     for messages in chats:
-        ids, spans = tokenizer.encode_chat(messages)
-        spans = [(start, min(end, max_len)) for start, end in spans if start < max_len]
-        if spans:
-            rows.append(Row(ids[: spans[-1][1]], spans))
-        else:
-            left_out[f"the answer begins behind max_len {max_len}"] += 1
-    return rows, left_out
+        ids, turns = tokenizer.encode_chat(messages)
+        spans = [(start, min(end, max_len)) for start, end in turns if start < max_len]
+        if not spans:
+            cut[f"left out: the answer begins after max_len {max_len}"] += 1
+            continue
+        if spans != turns:
+            cut[f"lost their tail: longer than max_len {max_len}"] += 1
+        rows.append(Row(ids[: spans[-1][1]], spans))
+    return rows, cut
 
 
 def epoch_steps(lengths: list[int], batch_size: int, seed: int, epoch: int, pool: int = 32) -> list[list[int]]:
@@ -344,17 +346,22 @@ def epoch_steps(lengths: list[int], batch_size: int, seed: int, epoch: int, pool
     return steps
 
 
-def micro_batches(costs: list[int], budget: int) -> list[list[int]]:
-    """Split one step's rows (`costs` tokens each) into groups whose padded size, rows x longest, is within `budget`.
+def micro_batches(sizes: list[tuple[int, int]], budget: int) -> list[list[int]]:
+    """Split one step's rows into groups whose padded size is within `budget` tokens.
 
-    A single row over the budget gets a group of its own.
+    sizes: (clean, noisy) tokens of each row; both streams are padded to the longest of the group. A single row over the
+    budget gets a group of its own.
     """
     groups: list[list[int]] = []
-    for i in sorted(range(len(costs)), key=lambda j: costs[j]):  # ascending: the newcomer is the longest of its group
-        if groups and (len(groups[-1]) + 1) * costs[i] <= budget:
+    clean = noisy = 0
+    for i in sorted(range(len(sizes)), key=lambda j: sizes[j]):
+        widest = max(clean, sizes[i][0]), max(noisy, sizes[i][1])
+        if groups and (len(groups[-1]) + 1) * sum(widest) <= budget:
             groups[-1].append(i)
+            clean, noisy = widest
         else:
             groups.append([i])
+            clean, noisy = sizes[i]
     return groups
 
 
@@ -424,10 +431,10 @@ def arithmetic(split: str, n: int, seed: int = 0) -> list[Problem]:
     return problems
 
 
-def final_number(text: str) -> int | None:
-    """The integer after the last ####, or None: how an arithmetic answer is scored."""
-    found = re.findall(r"####\s*(-?\d+)\s*(?:\n|$)", text)
-    return int(found[-1]) if found else None
+def final_number(text: str) -> float | None:
+    """The number after the last ####, as GSM8K and arithmetic end an answer; None when there is none."""
+    found = re.findall(r"####\s*\$?(-?[\d,]*\.?\d+)", text)
+    return float(found[-1].replace(",", "")) if found else None
 
 
 def arithmetic_tokenizer(vocab_size: int = 512) -> ChatTokenizer:

@@ -46,21 +46,21 @@ class Rules(NamedTuple):
     """What is fixed for a batch: which ids are never emitted, which end a row, and how confidence is measured."""
 
     mask_id: int
-    never: torch.Tensor     # (F,) ids that are never emitted: [MASK] and the padding rows of the embedding
-    eos_ids: torch.Tensor   # (E,)
+    never: torch.Tensor     # (F,) ids that are never emitted: [MASK] and the padding rows of the embedding; on the device
+    eos_ids: torch.Tensor   # (E,) on the CPU
     measure: str            # one of MEASURES
 
     @classmethod
     def of(cls, tokenizer, vocab_size: int, measure: str = "probability", device=None) -> "Rules":
         never = torch.tensor([tokenizer.mask_id, *range(tokenizer.n_tokens, vocab_size)], device=device)
-        return cls(tokenizer.mask_id, never, torch.tensor(tokenizer.eos_ids, device=device), measure)
+        return cls(tokenizer.mask_id, never, torch.tensor(tokenizer.eos_ids), measure)
 
 
 # ------------------------------------------------------------------------------------------ choosing and accepting
 
 
 def candidates(logits: torch.Tensor, rules: Rules) -> tuple[torch.Tensor, torch.Tensor]:
-    """Greedy choice and confidence (..., W) from logits (..., W, V), in float32 (METHOD 3; paper eq. 7).
+    """Greedy choice and confidence (..., W) from logits (..., W, V), in float32 (paper section 3.3).
 
     [MASK] and padding rows are removed before the softmax. probability: of the chosen token; entropy: in nats, of the
     whole distribution (low = sure); margin: best probability minus the second.
@@ -77,17 +77,14 @@ def candidates(logits: torch.Tensor, rules: Rules) -> tuple[torch.Tensor, torch.
 
 
 def accept_prefix(ids, confidence, tau, limit, eos_ids, measure: str = "probability") -> torch.Tensor:
-    """How many candidates each row takes, (N,) int64: a prefix, never with a gap (METHOD 3; paper section 3.3).
+    """How many candidates each row takes, (N,) int64: a prefix, never with a gap (paper section 3.3).
 
     ids, confidence (N, W); tau (N,); limit (N,) tokens the row may still take (0 = done); eos_ids (E,).
-    The first is taken always, the next while confidence >= tau (entropy: <= tau), nothing behind an EOS.
+    The first is taken always, the next while confidence >= tau (entropy: <= tau), nothing after an EOS.
     tau >= 1 (entropy: 0) is one token by rule, whatever rounding makes of the confidence. NaN never passes.
     """
     tau = tau[:, None]
-    if measure == "entropy":
-        passed = (confidence <= tau) & (tau > 0)
-    else:
-        passed = (confidence >= tau) & (tau < 1)
+    passed = (confidence <= tau if measure == "entropy" else confidence >= tau) & ~one_token(tau, measure)
     passed[:, 0] = True
     n = passed.long().cumprod(1).sum(1)                                                 # length of the passing prefix
     is_eos = (ids[..., None] == eos_ids).any(-1)                                        # (N, W)
@@ -95,16 +92,18 @@ def accept_prefix(ids, confidence, tau, limit, eos_ids, measure: str = "probabil
     return torch.minimum(torch.minimum(n, up_to_eos), limit)
 
 
+def one_token(tau, measure: str):
+    """Whether tau (a number or a tensor of them) asks for one token per forward, by rule and not by comparing."""
+    return tau <= 0 if measure == "entropy" else tau >= 1
+
+
 def choose(model, hidden, tau, limit, rules: Rules) -> tuple[torch.Tensor, torch.Tensor]:
     """Hidden states (N, W, D) of the window -> candidate ids (N, W) and how many are taken (N,), both on the CPU."""
-    ids, confidence = candidates(model.logits(hidden), rules)
-    tau, limit = tau.to(ids.device), limit.to(ids.device)
-    n = accept_prefix(ids, confidence, tau, limit, rules.eos_ids, rules.measure)
-    finite = (confidence.isfinite().all(1) | (limit == 0)).long()
-    packed = torch.cat([n[:, None], finite[:, None], ids], 1).cpu()                     # the step's one wait for the device
-    if not packed[:, 1].all():
-        raise UserError(f"row {int(packed[:, 1].argmin())}: the logits are not finite; use --dtype float32, or check the weights")
-    return packed[:, 2:], packed[:, 0]
+    ids, confidence = (t.cpu() for t in candidates(model.logits(hidden), rules))        # the step's one wait for the device
+    bad = ~confidence.isfinite().all(1) & (limit > 0)
+    if bad.any():
+        raise UserError(f"prompt {int(bad.nonzero()[0])}: the logits are not finite; use --dtype float32, or check the weights")
+    return ids, accept_prefix(ids, confidence, tau, limit, rules.eos_ids, rules.measure)
 
 
 def pick(hidden: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
@@ -148,8 +147,7 @@ class Batch:
     def next_tau(self) -> tuple[torch.Tensor, int]:
         """tau (N,) for the coming forward, and the width of its window: 1 when no row could take more."""
         tau = as_tau(self.tau(self.n_forward) if callable(self.tau) else self.tau, len(self.prompts), self.rules.measure)
-        single = tau <= 0 if self.rules.measure == "entropy" else tau >= 1
-        return tau, 1 if single.all() else self.block_size
+        return tau, 1 if one_token(tau, self.rules.measure).all() else self.block_size
 
     def forwarded(self) -> None:
         """Count one forward for every row still alive."""
@@ -225,15 +223,15 @@ def decode_cursor(model, batch: Batch) -> None:
 def cursor_step(model, cache: KVCache, pending, n_pending, window: int, tau, limit, rules: Rules):
     """One forward of [tokens no forward has seen yet | masks] from every row's own cursor; the tokens are committed.
 
-    pending (N, P) ids, of which row i has n_pending[i] (N,): the prompt at first, then what the last step accepted; 0 for a
-    row that is done (limit 0). Shorter rows are filled on the right with further masks, which nothing reads.
+    pending (N, P) ids, of which row i has n_pending[i] (N,): the prompt at first, then what the last step accepted, and 0
+    for a row that took nothing because it is done. Shorter rows are filled on the right with further masks, read by nobody.
     tau, limit (N,). All on the CPU. Returns candidate ids (N, W) and how many are taken (N,).
     """
     width = int(n_pending.max()) + window - 1
     column = torch.arange(width)
-    input_ids = torch.nn.functional.pad(pending, (0, max(0, width - pending.shape[1])))[:, :width]
+    input_ids = torch.nn.functional.pad(pending, (0, width - pending.shape[1]))        # to width, longer or shorter
     input_ids = torch.where(column < n_pending[:, None], input_ids, rules.mask_id)
-    hidden = model(input_ids.to(rules.eos_ids.device), cache=cache)                    # (N, width, D)
+    hidden = model(input_ids.to(cache.k.device), cache=cache)                          # (N, width, D)
     cache.advance(n_pending)
     last = (n_pending - 1).clamp(min=0)
     return choose(model, pick(hidden, last[:, None] + torch.arange(window)), tau, limit, rules)
@@ -242,12 +240,15 @@ def cursor_step(model, cache: KVCache, pending, n_pending, window: int, tau, lim
 def decode_block(model, batch: Batch, cache_block: int) -> None:
     """The paper's cache (section 3.4): blocks of `cache_block` positions are filled, then committed with one more forward.
 
-    Rows fill a block at different speed and wait for the slowest before the next one begins.
+    Rows fill a block at different speed and wait for the slowest before the next one begins. Inside a block, with `filled`
+    tokens taken and W candidates to read:
+
+        forward       committed prefix | x[0] .. x[filled-1] [M] [M] ... [M]
+        predicts          0              1    ..  filled     ...             column f of (kept, block) predicts token f
     """
     N, mask_id = len(batch.prompts), batch.rules.mask_id
     length = torch.tensor([len(p) for p in batch.prompts])
     cache = new_cache(model, batch, cache_block)
-    tau, window = batch.next_tau()
     hidden = model(padded(batch.prompts, mask_id).to(batch.device), cache=cache)       # prefill
     kept = pick(hidden, length[:, None] - 1)                                           # (N, 1, D): predicts the block's first token
     cache.advance(length)
@@ -257,12 +258,11 @@ def decode_block(model, batch: Batch, cache_block: int) -> None:
         block, filled = torch.full((N, size), mask_id), torch.zeros(N, dtype=torch.long)
         while (room := torch.minimum(size - filled, batch.limit)).any():
             tau, window = batch.next_tau()
-            hidden = torch.cat([kept, model(block.to(batch.device), cache=cache)], 1)  # (N, 1 + size, D); column f predicts token f
-            columns = (filled[:, None] + torch.arange(window)).clamp(max=size)
+            hidden = torch.cat([kept, model(block.to(batch.device), cache=cache)], 1)  # (N, 1 + size, D)
+            columns = (filled[:, None] + torch.arange(window)).clamp(max=size)         # what lies past the block is not taken
             ids, n = choose(model, pick(hidden, columns), tau, room, batch.rules)
-            place = filled[:, None] + torch.arange(window)
-            row, column = (torch.arange(window) < n[:, None]).nonzero(as_tuple=True)
-            block[row, place[row, column]] = ids[row, column]
+            for i, k in enumerate(n.tolist()):
+                block[i, filled[i] : filled[i] + k] = ids[i, :k]
             filled += n
             batch.forwarded()
             batch.take(ids, n)
@@ -278,7 +278,7 @@ def generate(
     model,
     tokenizer: ChatTokenizer,
     prompts: list,
-    tau: float | list[float] | Callable = 1.0,
+    tau: float | list[float] | Callable | None = None,
     block_size: int | None = None,
     max_new_tokens: int = 256,
     cache: str = "cursor",
@@ -289,12 +289,14 @@ def generate(
     """Answer every prompt, greedily, in one batch. One Generation per prompt, in order.
 
     prompts: str (one user turn) or message lists. tau: a float, one per prompt, or a function tau(n_forward) of the forwards
-    done so far, called before each forward and returning either. block_size: candidates per forward, the window B (default:
-    what the checkpoint was trained with, else 4). cache: "cursor" | "block" (blocks of cache_block positions) | "none".
-    measure: of confidence, "probability" | "entropy" | "margin". on_text(row, text, n_tokens) is called after each forward
-    of a row with the whole characters it added. Exact: in float32 the ids of a row depend neither on the cache (block: at
-    tau 1) nor on the other rows, up to ties closer than rounding. Raises UserError for values out of range.
+    done so far, called before each forward that takes tokens and returning either; None = one token per forward.
+    block_size: candidates per forward, the window B (default: what the checkpoint was trained with, else 4).
+    cache: "cursor" | "block" (blocks of cache_block positions) | "none". measure: of confidence, "probability" | "entropy" |
+    "margin". on_text(row, text, n_tokens) is called after each forward of a row with the whole characters it added. Exact: in
+    float32 the ids of a row depend neither on the cache (block: at tau 1) nor on the other rows, up to ties closer than
+    rounding. Raises UserError for values out of range.
     """
+    tau = tau if tau is not None else 0.0 if measure == "entropy" else 1.0
     block_size = block_size if block_size is not None else tokenizer.mars.get("block_size", 4)
     for name, value in (("block_size", block_size), ("max_new_tokens", max_new_tokens), ("cache_block", cache_block)):
         if value < 1:
@@ -306,8 +308,6 @@ def generate(
         return []
     if not callable(tau):
         as_tau(tau, len(prompts), measure)
-    if tokenizer.n_tokens > model.config.vocab_size:
-        raise UserError(f"the tokenizer has {tokenizer.n_tokens} tokens but the model only {model.config.vocab_size} embedding rows")
     batch = Batch(model, tokenizer, prompts, tau, block_size, max_new_tokens, measure, on_text)
     if cache == "block":
         decode_block(model, batch, cache_block)
@@ -371,7 +371,7 @@ def parse(argv) -> argparse.Namespace:
     add("--prompt", action="append", metavar="TEXT", help="may be given several times: one batch. None: ask on the terminal, or read stdin")
     add("--max-new-tokens", type=int, default=256, metavar="N")
     add = parser.add_argument_group("how to decode").add_argument
-    add("--tau", type=float, default=0.9, help="confidence threshold; 1 = one token per forward, lower = more")
+    add("--tau", type=float, default=None, help="threshold; 1 = one token per forward, lower = more (default 0.9; entropy: 0.5 nats)")
     add("--block-size", type=int, default=None, metavar="B", help="candidates per forward (default: as trained)")
     add("--measure", default="probability", choices=MEASURES, help="of confidence (entropy: accept while <= tau nats)")
     add("--cache", default="cursor", choices=CACHES, help="key/value cache: none is the oracle, block the paper's")
@@ -381,13 +381,18 @@ def parse(argv) -> argparse.Namespace:
     add("--plain", action="store_true", help="text only, no shading")
     add("--out", type=Path, default=None, metavar="DIR", help="also write the JSON object to DIR/generations.json")
     add("--json", action="store_true", help="one JSON object as the last line")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if args.tau is None:
+        args.tau = 0.5 if args.measure == "entropy" else 0.9
+    return args
 
 
-def summary(generations: list[Generation], seconds: float) -> str:
+def rates(generations: list[Generation], seconds: float) -> tuple[dict, str]:
+    """Speed over committed tokens, for --json and as the line that is printed."""
     tokens, forwards = sum(len(g.ids) for g in generations), sum(g.n_forward for g in generations)
-    reasons = ", ".join(dict.fromkeys(g.stop_reason for g in generations))
-    return f"{tokens} tokens, {forwards} forwards, {tokens / forwards:.2f} tokens/forward, {tokens / seconds:.1f} tokens/s, stop: {reasons}"
+    result = {"tokens_per_forward": tokens / forwards, "tokens_per_second": tokens / seconds, "seconds": seconds}
+    line = "{tokens_per_forward:.2f} tokens/forward, {tokens_per_second:.1f} tokens/s".format(**result)
+    return result, f"{tokens} tokens, {forwards} forwards, {line}, stop: {', '.join(dict.fromkeys(g.stop_reason for g in generations))}"
 
 
 def answer(model, tokenizer, prompts: list[str], args) -> dict:
@@ -402,28 +407,27 @@ def answer(model, tokenizer, prompts: list[str], args) -> dict:
         if live:
             print(show([(text, n)]), end="", flush=True)
 
-    def timed(tau, **more):
+    def timed(**more):
         began = time.perf_counter()
-        return generate(model, tokenizer, prompts, tau, **{**settings, **more}), time.perf_counter() - began
+        return generate(model, tokenizer, prompts, **{**settings, **more}), time.perf_counter() - began
 
-    one_token = 0.0 if args.measure == "entropy" else 1.0
+    alone = {"tau": None, "cache": "cursor"}  # plain autoregressive decoding, with the cache that suits it best
     if args.compare:  # the first forwards of a process are slow: both are timed warm
-        timed(args.tau, max_new_tokens=8)
-    generations, seconds = timed(args.tau, on_text=on_text)
+        timed(tau=args.tau, max_new_tokens=8)
+        timed(**alone, max_new_tokens=8)
+    generations, seconds = timed(tau=args.tau, on_text=on_text)
     for i, prompt in enumerate(prompts) if not live else ():
         print(f"--- {prompt}\n{show(parts[i])}")
-    print("" if live else "---")
-    print(summary(generations, seconds))
-    tokens, forwards = sum(len(g.ids) for g in generations), sum(g.n_forward for g in generations)
-    result = {"generations": [vars(g) for g in generations], "tokens_per_forward": tokens / forwards,
-              "tokens_per_second": tokens / seconds, "seconds": seconds}
+    speed, line = rates(generations, seconds)
+    print(f"{'' if live else '---'}\n{line}")
+    result = {"generations": [vars(g) for g in generations], **speed}
     if args.compare:
-        ar, ar_seconds = timed(one_token)
-        print(f"one at a time: {summary(ar, ar_seconds)}")
-        ar_rate = sum(len(g.ids) for g in ar) / ar_seconds
+        ar, ar_seconds = timed(**alone)
+        ar_speed, line = rates(ar, ar_seconds)
+        ratio = speed["tokens_per_second"] / ar_speed["tokens_per_second"]
         same = sum(a.ids == b.ids for a, b in zip(ar, generations))
-        print(f"speed-up {tokens / seconds / ar_rate:.2f}x in tokens per second; {same} of {len(prompts)} answers identical")
-        result["compare"] = {"tokens_per_second": ar_rate, "seconds": ar_seconds, "speedup": tokens / seconds / ar_rate, "identical": same}
+        print(f"one at a time: {line}\nspeed-up {ratio:.2f}x in tokens per second; {same} of {len(prompts)} answers identical")
+        result["compare"] = {**ar_speed, "speedup": ratio, "identical": same}
     return result
 
 
@@ -438,11 +442,14 @@ def main(argv=None) -> int:
         tokenizer = ChatTokenizer.from_pretrained(folder)
         model = load_pretrained(folder, dtype=dtype, device=device)
         args.block_size = args.block_size if args.block_size is not None else tokenizer.mars.get("block_size", 4)
-        if tokenizer.mars.get("stage") != "mars" and (args.tau < 1) != (args.measure == "entropy"):
-            print(f"note: {where} was not trained with MARS: with more than one token per forward it says noise; try --tau 1")
+        if tokenizer.mars.get("stage") != "mars" and not one_token(args.tau, args.measure):
+            one = 0 if args.measure == "entropy" else 1
+            print(f"note: {where} was not trained with MARS: with more than one token per forward it says noise; try --tau {one}")
         print(f"{where} ({why}) on {device}, {str(dtype).removeprefix('torch.')} ({reason}); "
               f"tau {args.tau:g}, B={args.block_size}, {args.cache} cache\n", flush=True)
         if not args.prompt and sys.stdin.isatty():
+            if args.json or args.out:
+                raise UserError("--json and --out need --prompt, or a question on stdin")
             return converse(model, tokenizer, args)
         prompts = args.prompt or [sys.stdin.read().strip()]
         if prompts == [""]:
@@ -461,6 +468,8 @@ def main(argv=None) -> int:
             raise
         print(f"error: out of memory. Give fewer prompts at once, or lower --max-new-tokens (now {args.max_new_tokens})", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        return 130
     return 0
 
 

@@ -2,10 +2,10 @@
 
     A row's token at position p lives in slot p.
 
-Every forward writes contiguously from the row's cursor. Whatever lies at or behind the cursor is dead: a query at
-position p reads slots <= p only, and a later forward overwrites the dead slots before it could read them. So nothing
-is ever copied, shifted or erased: accepting tokens moves the cursor forward, rolling back moves it backward, and rows
-of one batch may stand at different places. (METHOD: paper section 3.4; the invariant is ours.)
+Every forward writes contiguously from the row's cursor. Slots from the cursor on are dead: a query at position p reads
+slots <= p only, and the next forward overwrites them before it could read them. So nothing is ever copied, shifted or
+erased: accepting tokens moves the cursor forward, rolling back moves it backward, and rows of one batch may stand at
+different places. (Paper section 3.4 has the cache; the invariant is ours.)
 """
 
 import torch
@@ -35,21 +35,23 @@ class KVCache:
     def plan(self, positions: torch.Tensor):
         """Once per forward: where new keys go and what each query may see.
 
-        positions (N, T) -> slots (N*T,) into the flattened (N, max_len) rows, and mask (N, 1, T, S), True = may attend,
-        with S = the last position + 1 (read on the CPU: pass CPU positions and no device is waited for).
-        Raises ValueError when a position lies outside the cache.
+        positions (N, T) -> slots (N*T,) into the flattened (N, max_len) rows, and mask (N, T, S), True = may attend, with S
+        = the last position + 1. For a first forward, all rows at 0..T-1, the mask is None: plain causal. Positions are
+        looked at on the CPU, so give them there and no device is waited for. Raises ValueError outside the cache.
         """
         first, last = int(positions.min()), int(positions.max())
         if first < 0 or last >= self.max_len:
             raise ValueError(f"KV cache holds positions 0..{self.max_len - 1}, asked to write {first}..{last}")
+        self.length = last + 1                                                   # S
+        from_zero = positions.shape[1] == self.length and bool((positions[:, 0] == 0).all())
         positions = positions.to(self.k.device)
         row = torch.arange(positions.shape[0], device=positions.device)[:, None]
         slots = (row * self.max_len + positions).flatten()                       # (N*T,)
         slot = torch.arange(last + 1, device=positions.device)                   # (S,)
-        return slots, (slot <= positions[..., None])[:, None]                    # (N, 1, T, S)
+        return slots, None if from_zero else slot <= positions[..., None]    # (N, T, S)
 
-    def write(self, layer: int, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor, length: int):
-        """Store k, v (N, T, Hkv, hd) and return views (N, length, Hkv, hd) of what the layer has so far."""
+    def write(self, layer: int, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor):
+        """Store k, v (N, T, Hkv, hd) and return views (N, S, Hkv, hd) of what the layer has so far; S as planned."""
         for buffer, new in ((self.k[layer], k), (self.v[layer], v)):
             buffer.view(-1, *new.shape[2:]).index_copy_(0, slots, new.reshape(-1, *new.shape[2:]).to(buffer.dtype))
-        return self.k[layer][:, :length], self.v[layer][:, :length]
+        return self.k[layer][:, : self.length], self.v[layer][:, : self.length]

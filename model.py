@@ -134,8 +134,11 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
 
 
 class Attention(nn.Module):
-    def __init__(self, config: ModelConfig):
+    """Causal or masked attention with grouped queries; `layer` is its place in the KV cache."""
+
+    def __init__(self, config: ModelConfig, layer: int):
         super().__init__()
+        self.layer = layer
         D, hd = config.hidden_size, config.head_dim
         self.n_head, self.n_kv, self.head_dim = config.num_attention_heads, config.num_key_value_heads, hd
         self.q_proj = nn.Linear(D, self.n_head * hd, bias=True)
@@ -143,13 +146,15 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(D, self.n_kv * hd, bias=True)
         self.o_proj = nn.Linear(self.n_head * hd, D, bias=False)
 
-    def forward(self, x, cos, sin, mask, store):
+    def forward(self, x, cos, sin, mask, cache, slots):
+        """x (N, T, D) -> (N, T, D). mask: None = causal, or additive (N, 1, G*T, S). slots: where the cache stores new keys."""
         N, T, _ = x.shape
         K, G, hd = self.n_kv, self.n_head // self.n_kv, self.head_dim
         q = rotate(self.q_proj(x).view(N, T, K * G, hd), cos, sin)  # (N, T, H, hd)
         k = rotate(self.k_proj(x).view(N, T, K, hd), cos, sin)      # (N, T, K, hd)
         v = self.v_proj(x).view(N, T, K, hd)
-        k, v = store(k, v)                                          # (N, S, K, hd): with a cache, all slots so far
+        if cache is not None:
+            k, v = cache.write(self.layer, k, v, slots)             # (N, S, K, hd): everything so far
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         if mask is None:
             y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
@@ -174,15 +179,15 @@ class MLP(nn.Module):
 
 
 class Layer(nn.Module):
-    def __init__(self, config: ModelConfig):
+    def __init__(self, config: ModelConfig, layer: int):
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = Attention(config)
+        self.self_attn = Attention(config, layer)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = MLP(config)
 
-    def forward(self, x, *context):
-        x = x + self.self_attn(self.input_layernorm(x), *context)
+    def forward(self, x, cos, sin, mask, cache, slots):
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin, mask, cache, slots)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
@@ -190,7 +195,7 @@ class Backbone(nn.Module):
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_hidden_layers))
+        self.layers = nn.ModuleList(Layer(config, i) for i in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
 
@@ -214,23 +219,20 @@ class Qwen2(nn.Module):
         N, T = input_ids.shape
         if positions is None:
             positions = torch.arange(T).expand(N, T) if cache is None else cache.positions(T)
+        slots = None
         if cache is not None:
             if mask is not None:
                 raise ValueError("with a cache the mask is slot <= position: pass mask=None")
-            slots, mask = cache.plan(positions)                                  # (N*T,), (N, 1, T, S)
-            length = mask.shape[-1]
-        elif mask is not None:
-            mask = mask[:, None]
+            slots, mask = cache.plan(positions)                                  # (N*T,), (N, T, S) or None
         x = self.model.embed_tokens(input_ids)                                   # (N, T, D)
         dtype = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
         c = self.config
         cos, sin = rope_tables(positions.to(x.device), c.head_dim, c.rope_theta, dtype)
         if mask is not None:  # once for all layers: True -> 0, False -> -inf, repeated for the G queries of each key
             mask = torch.zeros(mask.shape, dtype=dtype, device=x.device).masked_fill_(~mask, -torch.inf)
-            mask = mask.repeat(1, 1, c.num_attention_heads // c.num_key_value_heads, 1)  # (N, 1, G*T, S)
-        for i, layer in enumerate(self.model.layers):
-            store = (lambda k, v: (k, v)) if cache is None else (lambda k, v, i=i: cache.write(i, k, v, slots, length))
-            x = layer(x, cos, sin, mask, store)
+            mask = mask[:, None].repeat(1, 1, c.num_attention_heads // c.num_key_value_heads, 1)  # (N, 1, G*T, S)
+        for layer in self.model.layers:
+            x = layer(x, cos, sin, mask, cache, slots)
         return self.model.norm(x)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -273,7 +275,7 @@ def pick_dtype(device: torch.device, dtype: str | None = None) -> tuple[torch.dt
         return torch.bfloat16, "CUDA device with bfloat16"
     if device.type == "cpu":
         for feature in ("avx512_bf16", "amx_tile"):
-            if getattr(torch.cpu, f"_is_{feature}_supported", bool)():
+            if getattr(torch.cpu, f"_is_{feature}_supported", lambda: False)():
                 return torch.bfloat16, f"CPU with {feature}"
         return torch.float32, "this CPU has no fast bfloat16"
     return torch.float32, f"{device.type} without fast bfloat16"
@@ -413,7 +415,7 @@ def load_pretrained(name_or_dir, dtype=None, device=None) -> Qwen2:
 
 
 def save_pretrained(dir, model: Qwen2, tokenizer, mars: dict | None = None, dtype=torch.bfloat16) -> Path:
-    """Write a Hugging Face folder that `transformers` opens as Qwen2ForCausalLM, in one rename.
+    """Write a Hugging Face folder that `transformers` opens as Qwen2ForCausalLM.
 
     `mars` ({"block_size", "mask_token_id", ...}) goes into config.json. Everything is written to DIR.tmp first and then
     renamed, so a folder under its own name is always whole; an older one of that name is replaced.

@@ -17,6 +17,7 @@ import platform
 import shutil
 import sys
 import time
+import zlib
 from pathlib import Path
 from typing import NamedTuple
 
@@ -75,18 +76,24 @@ class Streams(NamedTuple):
     labels: torch.Tensor     # (N, T) the token each position is to predict, or IGNORE
 
     def to(self, device) -> "Streams":
-        return Streams(*(t.to(device, non_blocking=True) for t in self))
+        return Streams(*(t.to(device) for t in self))
 
 
-def build_streams(rows: list[Row], block_size: int | None, mask_id: int, anchor: int | None = None, multiple: int = 32) -> Streams:
+PAD_TO = 32  # both streams are padded to a multiple of this: few shapes occur, so the allocator can reuse its memory
+
+
+def pad_up(n: int, multiple: int = PAD_TO) -> int:
+    return -(-n // multiple) * multiple
+
+
+def build_streams(rows: list[Row], block_size: int | None, mask_id: int, anchor: int | None = None, multiple: int = PAD_TO) -> Streams:
     """Rows -> one padded micro-batch. block_size None leaves the noisy stream out (SFT).
 
-    Both streams are padded to a `multiple` of tokens, so that few shapes occur and the allocator reuses its memory.
-    Padding needs no mask of its own: a clean pad lies behind every query that counts, and the noisy pads share block -1.
+    Padding needs no mask of its own: a clean pad lies to the right of every query that counts, and noisy pads share block -1.
     """
-    N, up = len(rows), lambda n: -(-n // multiple) * multiple
-    Tc = up(max(len(r.ids) for r in rows))
-    Tn = 0 if block_size is None else up(max(r.n_targets for r in rows))
+    N = len(rows)
+    Tc = pad_up(max(len(r.ids) for r in rows), multiple)
+    Tn = 0 if block_size is None else pad_up(max(r.n_targets for r in rows), multiple)
     input_ids = torch.zeros(N, Tc + Tn, dtype=torch.long)
     positions = torch.zeros(N, Tc + Tn, dtype=torch.long)
     starts = torch.full((N, Tc + Tn), -1)
@@ -134,8 +141,8 @@ def target_losses(model, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Te
 def dual_stream_loss(model, batch: Streams) -> tuple[torch.Tensor, torch.Tensor]:
     """(L_mask, L_AR) of a micro-batch as sums over its own supervised tokens, in nats (METHOD 2; paper eq. 3 and 5).
 
-    Sums, not means: whoever calls divides by the token counts of the whole optimizer step, so that micro-batches and
-    ranks of unequal size add up to exactly the mean over tokens. Without a noisy stream L_mask is 0.
+    Sums, not means: whoever calls divides by the token counts of the whole optimizer step, so that micro-batches of
+    unequal size add up to exactly the mean over tokens. Without a noisy stream L_mask is 0.
     """
     mask = mars_mask(batch.positions, batch.starts, batch.noisy) if batch.noisy.any() else None
     hidden = model(batch.input_ids, batch.positions, mask)                     # (N, T, D)
@@ -160,9 +167,15 @@ def autocast(args):
     return torch.autocast(args.device.type, dtype=args.dtype, enabled=args.dtype != torch.float32)
 
 
-def processed(row: Row, block_size) -> int:
-    """Tokens the network sees of a row: the chat, and for MARS one mask per answer token."""
-    return len(row.ids) + (row.n_targets if block_size else 0)
+def n_streamed(row: Row, block_size) -> tuple[int, int]:
+    """(clean, noisy) tokens of a row that go through the network: the chat, and for MARS one mask per answer token."""
+    return len(row.ids), row.n_targets if block_size else 0
+
+
+def groups_of(rows: list[Row], block_size, args) -> list[list[Row]]:
+    """One step's rows in groups that go through the network together, each at most args.micro_tokens with its padding."""
+    sizes = [tuple(map(pad_up, n_streamed(r, block_size))) for r in rows]
+    return [[rows[i] for i in group] for group in micro_batches(sizes, args.micro_tokens)]
 
 
 def optimizer_step(model, optimizer, rows: list[Row], block_size, mask_id: int, args) -> dict:
@@ -170,17 +183,16 @@ def optimizer_step(model, optimizer, rows: list[Row], block_size, mask_id: int, 
 
     Each loss is a mean over its own supervised tokens of the whole step, whatever the groups.
     """
-    cost = [processed(r, block_size) for r in rows]
     n_mask, n_ar = count_targets(rows)
     ar_weight = args.ar_weight if block_size else 1.0
     total_mask = total_ar = 0.0
-    padded = 0
-    for group in micro_batches(cost, args.micro_tokens):
-        batch = build_streams([rows[i] for i in group], block_size, mask_id, args.anchor).to(args.device)
+    n_padded = 0
+    for group in groups_of(rows, block_size, args):
+        batch = build_streams(group, block_size, mask_id, args.anchor).to(args.device)
         with autocast(args):
             sum_mask, sum_ar = dual_stream_loss(model, batch)
         (sum_mask / max(1, n_mask) + ar_weight * sum_ar / n_ar).backward()
-        total_mask, total_ar, padded = total_mask + sum_mask.item(), total_ar + sum_ar.item(), padded + batch.input_ids.numel()
+        total_mask, total_ar, n_padded = total_mask + sum_mask.item(), total_ar + sum_ar.item(), n_padded + batch.input_ids.numel()
         del batch, sum_mask, sum_ar  # before the next one is built
     record = {"L_mask": total_mask / max(1, n_mask) if block_size else None, "L_AR": total_ar / n_ar}
     record["grad_norm"] = torch.nn.utils.clip_grad_norm_(model.parameters(), args.clip).item()
@@ -188,7 +200,8 @@ def optimizer_step(model, optimizer, rows: list[Row], block_size, mask_id: int, 
         raise UserError(f"training diverged: {record}; lower --lr (now {args.lr:g}), or --dtype float32")
     optimizer.step()
     optimizer.zero_grad(set_to_none=False)  # gradients keep their memory from step to step
-    return record | {"tokens": sum(cost), "padding": 1 - sum(cost) / padded}
+    n_tokens = sum(sum(n_streamed(r, block_size)) for r in rows)
+    return record | {"tokens": n_tokens, "padding": 1 - n_tokens / n_padded}
 
 
 def train_stage(stage: str, model, tokenizer, rows: list[Row], args, state: dict | None = None) -> None:
@@ -201,13 +214,13 @@ def train_stage(stage: str, model, tokenizer, rows: list[Row], args, state: dict
     first = 0
     if state:
         first = state["step"]
-        model.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
+        optimizer.load_state_dict(state.pop("optimizer"))
     elif stage == "mars" and not args.keep_mask:
         start_mask_embedding(model, tokenizer)
-    about = clock(estimate_seconds(model, rows, block_size, tokenizer.mask_id, args) * (total - first))
-    print(f"{stage:7} {total - first} steps, {total / per_epoch:.2f} epochs of {len(rows)} chats, about {about}", flush=True)
     model.train()
+    seconds = estimate_seconds(model, rows, block_size, tokenizer.mask_id, args) * (total - first)
+    print(f"{stage:7} {total - first} steps, {total / per_epoch:.2f} epochs of {len(rows)} chats, "
+          f"about {tqdm.format_interval(seconds)}", flush=True)
     lengths = [len(r.ids) for r in rows]
     bar = tqdm(range(first, total), initial=first, total=total, desc=stage, unit="step", disable=args.quiet, dynamic_ncols=True)
     for step in bar:
@@ -218,12 +231,13 @@ def train_stage(stage: str, model, tokenizer, rows: list[Row], args, state: dict
         lr = optimizer.param_groups[0]["lr"] = learning_rate(step, total, args.lr, args.warmup)
         record = optimizer_step(model, optimizer, [rows[i] for i in steps[at]], block_size, tokenizer.mask_id, args)
         took = time.perf_counter() - began
-        record = {"stage": stage, "step": step + 1, **record, "lr": lr, "seconds": took, **memory_mb()}
+        record = {"stage": stage, "step": step + 1, **record, "lr": lr, "seconds": took, **memory_mb(args.device)}
         with (args.out / "log.jsonl").open("a", encoding="utf-8") as log:
             log.write(json.dumps(record) + "\n")
         shown = {k: f"{record[k]:.3f}" for k in ("L_mask", "L_AR") if record[k] is not None}
         bar.set_postfix(shown | {"tok/s": f"{record['tokens'] / took:.0f}"})
-        if args.save_every and (step + 1) % args.save_every == 0 and step + 1 < total:
+        due = args.save_every and (step + 1) % args.save_every == 0
+        if step + 1 < total and due or step + 1 == total and stage != args.stages[-1]:
             save_checkpoint(stage, step + 1, model, optimizer, tokenizer, args)
     model.eval()
 
@@ -236,10 +250,11 @@ def start_mask_embedding(model, tokenizer) -> None:
 
 
 def estimate_seconds(model, rows: list[Row], block_size, mask_id: int, args) -> float:
-    """Seconds per optimizer step, from one timed forward and backward of a row of middling length (gradients are dropped)."""
-    row = sorted(rows, key=lambda r: len(r.ids))[len(rows) // 2]
-    batch = build_streams([row], block_size, mask_id, args.anchor).to(args.device)
-    for _ in range(2):  # the first pays for warming up
+    """Seconds per optimizer step, from one timed forward and backward of a full group (gradients are dropped)."""
+    some = rows[:: max(1, len(rows) // args.batch_size)][: args.batch_size]
+    group = groups_of(some, block_size, args)[-1]
+    for timed in (group[:1], group):  # the first only warms up
+        batch = build_streams(timed, block_size, mask_id, args.anchor).to(args.device)
         began = time.perf_counter()
         with autocast(args):
             loss = sum(dual_stream_loss(model, batch))
@@ -247,7 +262,8 @@ def estimate_seconds(model, rows: list[Row], block_size, mask_id: int, args) -> 
         loss.item()
         took = time.perf_counter() - began
     model.zero_grad(set_to_none=True)
-    return took / batch.input_ids.numel() * args.batch_size * sum(processed(r, block_size) for r in rows) / len(rows)
+    mean = sum(sum(n_streamed(r, block_size)) for r in rows) / len(rows)
+    return took / batch.input_ids.numel() * args.batch_size * mean
 
 
 # ----------------------------------------------------------------------------------------------------- checkpoints
@@ -260,9 +276,10 @@ def mars_record(stage: str, tokenizer, args) -> dict:
 def save_checkpoint(stage: str, step: int, model, optimizer, tokenizer, args) -> None:
     """out/STAGE-step-NNNNNN: the model as a Hugging Face folder plus trainer_state.pt; whole or not there. Older ones go."""
     dir = args.out / f"{stage}-step-{step:06d}"
-    part = save_pretrained(dir.with_name(dir.name + ".part"), model, tokenizer, mars_record(stage, tokenizer, args), args.save_dtype)
-    state = {"stage": stage, "step": step, "settings": args.settings, "keep_mask": args.keep_mask}
-    torch.save(state | {"model": model.state_dict(), "optimizer": optimizer.state_dict()}, part / "trainer_state.pt")
+    record = mars_record(stage, tokenizer, args)
+    part = save_pretrained(dir.with_name(dir.name + ".part"), model, tokenizer, record, torch.float32)  # in full: to go on from
+    state = {"stage": stage, "step": step, "settings": args.settings, "keep_mask": args.keep_mask, "save_dtype": args.save_dtype}
+    torch.save(state | {"optimizer": optimizer.state_dict()}, part / "trainer_state.pt")
     replace_folder(part, dir)
     for older in checkpoints(args)[:-1]:
         shutil.rmtree(older)
@@ -282,7 +299,8 @@ def load_resume(folder: Path, args) -> dict:
         raise UserError(f"--resume: {folder} was made with other settings: {'; '.join(changed)}")
     log = args.out / "log.jsonl"
     reached = (args.stages.index(state["stage"]), state["step"])
-    records = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()]
+    lines = log.read_text(encoding="utf-8").split("\n")[:-1] if log.is_file() else []  # a kill may leave half a line at the end
+    records = [json.loads(line) for line in lines]
     records = [r for r in records if "stage" not in r or (args.stages.index(r["stage"]), r["step"]) <= reached]
     log.write_text("".join(json.dumps(r) + "\n" for r in records), encoding="utf-8")
     print(f"resume  {folder}")
@@ -292,20 +310,17 @@ def load_resume(folder: Path, args) -> dict:
 # ------------------------------------------------------------------------------------------------------ the command
 
 
-def memory_mb() -> dict:
-    """Memory of this process in MB: resident now, and the most it ever was (nothing where the system does not tell)."""
-    try:
+def memory_mb(device) -> dict:
+    """Memory of this process in MB: resident now, the most it ever was, and on CUDA the most tensors ever took."""
+    mb = {}
+    if sys.platform == "linux":
         import resource
 
-        now = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() // 2**20
-        return {"rss_mb": now, "peak_rss_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 2**10}
-    except (ImportError, OSError):
-        return {}
-
-
-def clock(seconds: float) -> str:
-    minutes, seconds = divmod(round(seconds), 60)
-    return f"{minutes // 60} h {minutes % 60:02d} min" if minutes >= 60 else f"{minutes} min {seconds:02d} s" if minutes else f"{seconds} s"
+        mb["rss_mb"] = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() // 2**20
+        mb["peak_rss_mb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 2**10
+    if device.type == "cuda":
+        mb["peak_cuda_mb"] = torch.cuda.max_memory_allocated(device) // 2**20
+    return mb
 
 
 def memory_gb(config: ModelConfig, n_params: int, args) -> float:
@@ -351,6 +366,7 @@ def parse(argv) -> argparse.Namespace:
     add("--out", type=Path, default=None, metavar="DIR", help="default: out/<name of init>")
     add("--save-every", type=int, default=100, metavar="STEPS", help="checkpoint to resume from; 0 = never")
     add("--resume", action="store_true", help="continue the newest checkpoint in --out; give the same options again")
+    add("--overwrite", action="store_true", help="replace what --out holds")
     add("--quiet", action="store_true", help="no progress bar")
     add("--json", action="store_true", help="one JSON object as the last line")
     args = parser.parse_args(argv)
@@ -362,7 +378,8 @@ def parse(argv) -> argparse.Namespace:
     args.data = args.data or ("arithmetic" if scratch else "gsm8k")
     args.batch_size = args.batch_size if args.batch_size is not None else 64 if scratch else 16
     args.lr = args.lr if args.lr is not None else 2e-3 if scratch else 5e-5
-    args.out = args.out or Path("out") / Path(args.init).name
+    init = Path(args.init)  # a finished stage, out/NAME/sft, is named after both
+    args.out = args.out or Path("out") / (f"{init.parent.name}-{init.name}" if init.name in ("sft", "mars") else init.name)
     given = args.steps.split(",") if args.steps else [None] * len(args.stages)
     given = given * len(args.stages) if len(given) == 1 else given
     if len(given) != len(args.stages) or any(n is not None and not (n.isdecimal() and int(n)) for n in given):
@@ -373,7 +390,7 @@ def parse(argv) -> argparse.Namespace:
             parser.error(f"--{name.replace('_', '-')} {getattr(args, name)}: must be at least {least}")
     if not (args.epochs > 0 and args.clip > 0 and 0 <= args.warmup <= 1 and (args.micro_tokens is None or args.micro_tokens > 0)):
         parser.error("--epochs, --clip and --micro-tokens must be above 0, --warmup within 0..1")
-    not_the_run = ("out", "save_every", "resume", "quiet", "json", "device")
+    not_the_run = ("out", "save_every", "resume", "overwrite", "quiet", "json", "device")
     args.settings = {k: v for k, v in vars(args).items() if k not in not_the_run}  # equal settings make the same run
     return args
 
@@ -382,12 +399,14 @@ def run(args) -> dict:
     args.device = pick_device(args.device)
     args.dtype, reason = pick_dtype(args.device, args.dtype)
     args.micro_tokens = args.settings["micro_tokens"] = args.micro_tokens or (16384 if args.device.type == "cuda" else 1024)
-    torch.manual_seed(args.seed)
-    resume = checkpoints(args)[-1:]
+    resume = checkpoints(args)[-1:] if args.resume else []
     if args.resume and not resume:
         raise UserError(f"--resume: no STAGE-step-NNNNNN checkpoint in {args.out}")
-    if resume and not args.resume:
-        raise UserError(f"{args.out} holds an unfinished run ({resume[0].name}): --resume continues it, --out DIR starts elsewhere")
+    if not args.resume and not args.overwrite:
+        if unfinished := checkpoints(args):
+            raise UserError(f"{args.out} holds an unfinished run ({unfinished[-1].name}): --resume continues it, --overwrite drops it")
+        if (args.out / args.stages[-1]).exists():
+            raise UserError(f"{args.out / args.stages[-1]} is finished: --out DIR trains elsewhere, --overwrite replaces it")
     if args.init == "scratch" and not resume:
         tokenizer = arithmetic_tokenizer()
         model = Qwen2(tiny_config(tokenizer)).init_weights(args.seed)
@@ -401,16 +420,17 @@ def run(args) -> dict:
     if args.max_len > model.config.max_position_embeddings:
         raise UserError(f"--max-len {args.max_len}: the model knows positions up to {model.config.max_position_embeddings}")
     chats = load_chats(args.data, args.data_size, args.seed)
-    rows, left_out = encode_rows(chats, tokenizer, args.max_len)
+    rows, cut = encode_rows(chats, tokenizer, args.max_len)
     if not rows:
-        raise UserError(f"{args.data}: none of its {len(chats)} chats is left to train on: {dict(left_out)}")
+        raise UserError(f"{args.data}: none of its {len(chats)} chats is left to train on: {dict(cut)}")
 
     n_params = sum(p.numel() for p in model.parameters())
     n_tokens, n_targets = sum(len(r.ids) for r in rows), sum(r.n_targets for r in rows)
+    args.settings["data_checksum"] = zlib.crc32(json.dumps(rows).encode())  # a resumed run must meet the same rows
     print(f"model   {args.init}: {n_params / 1e6:.1f}M parameters, [MASK] is {tokenizer.mask_token} ({tokenizer.mask_id})")
     print(f"data    {args.data}: {len(rows)} chats, {n_tokens:,} tokens, {n_targets:,} of them to learn")
-    for why, n in left_out.items():
-        print(f"        {n} chats left out: {why}")
+    for what, n in cut.items():
+        print(f"        {n} chats {what}")
     print(f"train   {' then '.join(args.stages)}; B={args.block_size}, ar_weight {args.ar_weight:g}, lr {args.lr:g}, "
           f"{args.batch_size} chats a step, seed {args.seed}")
     print(f"device  {args.device}, {str(args.dtype).removeprefix('torch.')} ({reason}); about "
@@ -421,7 +441,7 @@ def run(args) -> dict:
     state = None
     if resume:
         state = load_resume(resume[0], args)
-        args.keep_mask = state["keep_mask"]
+        args.keep_mask, args.save_dtype = state["keep_mask"], state["save_dtype"]
     else:
         about = {"settings": args.settings, "command": sys.argv, "device": str(args.device), "dtype": str(args.dtype),
                  "torch": torch.__version__, "python": platform.python_version(), "machine": platform.machine()}
@@ -433,20 +453,21 @@ def run(args) -> dict:
         print(f"saved   {folder}", flush=True)
     for done in checkpoints(args):
         shutil.rmtree(done)
-    show_sample(model, tokenizer, chats[0], args, folder)
+    show_sample(model, tokenizer, chats, stage, args, folder)
     last = json.loads((args.out / "log.jsonl").read_text(encoding="utf-8").splitlines()[-1])
     return {"checkpoint": str(folder), "stage": stage, "steps": last["step"], "L_mask": last["L_mask"], "L_AR": last["L_AR"]}
 
 
-def show_sample(model, tokenizer, messages, args, folder) -> None:
-    """Decode the first question of a chat with the new model, and say what to type next."""
+def show_sample(model, tokenizer, chats, stage: str, args, folder) -> None:
+    """Decode a question of the data with the new model, and say what to type next."""
     from decode import generate, shade
 
-    question, parts = [m for m in messages if m["role"] != "assistant"][:1], []
-    if question:
-        [done] = generate(model, tokenizer, [question], 0.9, args.block_size, 64, on_text=lambda row, text, n: parts.append((text, n)))
-        print(f"\n{question[0]['content']}\n{shade(parts)}\n({len(done.ids)} tokens in {done.n_forward} forwards at tau 0.9)")
-    print(f"\nnext: python decode.py --model {folder} --tau 0.9 --compare")
+    tau, parts = (0.9 if stage == "mars" else 1.0), []
+    question = min((m["content"] for chat in chats[:50] for m in chat if m["role"] == "user"), key=len, default=None)
+    if question is not None and len(tokenizer.encode_prompt(question)) < model.config.max_position_embeddings:
+        [done] = generate(model, tokenizer, [question], tau, args.block_size, 64, on_text=lambda row, text, n: parts.append((text, n)))
+        print(f"\n{question}\n{shade(parts)}\n({len(done.ids)} tokens in {done.n_forward} forwards at tau {tau:g})")
+    print(f"\nnext: python decode.py --model {folder} --tau {tau:g}{' --compare' if stage == 'mars' else ''}")
 
 
 def main(argv=None) -> int:
@@ -462,7 +483,8 @@ def main(argv=None) -> int:
         print(f"error: out of memory. Lower --micro-tokens (now {args.micro_tokens}), then --max-len (now {args.max_len})", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print(f"\nstopped; the same command with --resume continues from the newest checkpoint in {args.out}/", file=sys.stderr)
+        saved = checkpoints(args)
+        print(f"\nstopped; {f'the same command with --resume continues {saved[-1]}' if saved else 'no checkpoint yet'}", file=sys.stderr)
         return 130
     if args.json:
         print(json.dumps(result))

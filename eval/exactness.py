@@ -38,15 +38,15 @@ def plain_greedy(model, tokenizer, ids: list[int], n: int) -> list[int]:
 
 @torch.inference_mode()
 def gap_at(model, tokenizer, prefix: list[int], window: int, tau: float) -> float:
-    """How close the forward on [prefix | window - 1 masks] is to deciding otherwise: the least of, over the window, best minus
-    second probability and |confidence - tau|."""
+    """How close the forward on [prefix | window - 1 masks] is to deciding otherwise: the least of best minus second
+    probability and (tau < 1, from the second candidate on) |confidence - tau|, over the window's candidates."""
     rules = Rules.of(tokenizer, model.config.vocab_size, "margin")
     ids = torch.tensor([prefix + [tokenizer.mask_id] * (window - 1)])
     logits = model.logits(model(ids)[0, len(prefix) - 1 :])
     _, margin = candidates(logits, rules)
     _, confidence = candidates(logits, rules._replace(measure="probability"))
-    close = margin.min().item()
-    return min(close, (confidence - tau).abs().min().item()) if tau < 1 else close
+    decisions = [margin] + [(confidence[1:] - tau).abs()] * (tau < 1)
+    return torch.cat(decisions).min().item()
 
 
 def compare(model, tokenizer, prompts, ours, theirs, tau: float, window: int) -> dict:
@@ -56,12 +56,13 @@ def compare(model, tokenizer, prompts, ours, theirs, tau: float, window: int) ->
         if ids_a == ids_b and steps_a == steps_b:
             result["equal"] += 1
             continue
-        at = 0  # tokens both runs had when their forwards first differed
+        at = 0  # tokens both runs had when their forwards first differed, with a and b tokens
         for a, b in zip(steps_a, steps_b):
             if a != b or ids_a[at : at + a] != ids_b[at : at + b]:
                 break
             at += a
-        gap = gap_at(model, tokenizer, prompt + ids_a[:at], window if tau < 1 else 1, tau)
+        same = next((i for i, (x, y) in enumerate(zip(ids_a[at : at + a], ids_b[at : at + b])) if x != y), min(a, b))
+        gap = gap_at(model, tokenizer, prompt + ids_a[:at], min(same + 1, window if tau < 1 else 1), tau)
         result["ties" if gap < TIE else "errors"] += 1
         result["gaps"].append(gap)
     return result
@@ -86,7 +87,7 @@ def transformers_parity(folder, model, tokenizer, prompts, n: int, ids200: list[
 
 
 def check(args) -> dict:
-    tokenizer, model = ChatTokenizer.from_pretrained(args.model), load_pretrained(args.model, torch.float32, args.device)
+    tokenizer, model = ChatTokenizer.from_pretrained(args.model), load_pretrained(args.model, torch.float32)
     chats = read_chats(args.prompts)
     questions = [next(m["content"] for m in c if m["role"] == "user") for c in chats[: args.limit]]
     prompts = [tokenizer.encode_prompt(q) for q in questions]
@@ -95,8 +96,8 @@ def check(args) -> dict:
     result = {"transformers": {"tokens": len(text), "largest_logit_difference": largest}}
     print(f"logits, {len(text)} tokens, ours against transformers: largest difference {largest:.2e}")
 
-    def decoded(prompts, tau, cache):
-        done = generate(model, tokenizer, prompts, tau, args.block_size, args.tokens, cache)
+    def decoded(prompts, tau, cache, n=args.cache_tokens):
+        done = generate(model, tokenizer, prompts, tau, args.block_size, n, cache)
         return [(g.ids, g.accepted) for g in done]
 
     def ones(runs):
@@ -107,7 +108,7 @@ def check(args) -> dict:
         tie = f", {r['ties']} part at a tie (gap {max(r['gaps']):.1e})" if r["ties"] else ""
         print(f"{name}: {r['equal']} of {r['n']} equal{tie}{'' if not r['errors'] else '; ERRORS: ' + str(r['gaps'])}", flush=True)
 
-    solo = [decoded([q], 1.0, "cursor")[0] for q in tqdm(questions, desc="tau 1, one prompt at a time", unit="prompt")]
+    solo = [decoded([q], 1.0, "cursor", args.tokens)[0] for q in tqdm(questions, desc="tau 1, one prompt at a time", unit="prompt")]
     report("greedy ids, ours at tau 1 against transformers' generate", prompts, solo, ones(theirs), 1.0)
     few = range(min(args.plain, len(prompts)))
     plain = [plain_greedy(model, tokenizer, prompts[i], args.tokens) for i in tqdm(few, desc="plain loop", unit="prompt")]
@@ -117,7 +118,7 @@ def check(args) -> dict:
     some, some_ids = [questions[i] for i in five], [prompts[i] for i in five]
     lengths = "/".join(str(len(p)) for p in some_ids)
     name = f"batch of prompts of {lengths} tokens against solo, tau 1"
-    report(name, some_ids, decoded(some, 1.0, "cursor"), [solo[i] for i in five], 1.0)
+    report(name, some_ids, decoded(some, 1.0, "cursor", args.tokens), [solo[i] for i in five], 1.0)
     report("block cache against none, tau 1", some_ids, decoded(some, 1.0, "block"), decoded(some, 1.0, "none"), 1.0)
     for tau in (0.95, 0.7, 0.3):
         cursor = decoded(some, tau, "cursor")
@@ -134,8 +135,8 @@ def main(argv=None) -> int:
     parser.add_argument("--limit", type=int, default=10, metavar="N", help="prompts")
     parser.add_argument("--tokens", type=int, default=64, metavar="N", help="new tokens per prompt")
     parser.add_argument("--plain", type=int, default=3, metavar="N", help="prompts for the slow plain loop")
+    parser.add_argument("--cache-tokens", type=int, default=32, metavar="N", help="new tokens per prompt where caches are compared")
     parser.add_argument("--block-size", type=int, default=4, metavar="B")
-    parser.add_argument("--device", default="cpu")
     parser.add_argument("--out", type=Path, default=None, metavar="FILE")
     parser.add_argument("--json", action="store_true", help="one JSON object as the last line")
     args = parser.parse_args(argv)
@@ -145,8 +146,8 @@ def main(argv=None) -> int:
         print(f"error: {e}", file=sys.stderr)
         return 2
     if args.out:
-        settings = {k: getattr(args, k) for k in ("model", "prompts", "limit", "tokens", "block_size")}
-        write_results(args.out, result | {"settings": settings, **provenance(args.device, torch.float32, args.prompts)})
+        settings = {k: getattr(args, k) for k in ("model", "prompts", "limit", "tokens", "cache_tokens", "block_size")}
+        write_results(args.out, result | {"settings": settings, **provenance("cpu", torch.float32, args.prompts)})
     if args.json:
         print(json.dumps(result))
     return 1 if result["errors"] else 0

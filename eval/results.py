@@ -14,11 +14,14 @@ ROOT = Path(__file__).resolve().parent.parent
 
 def provenance(device=None, dtype=None, data: str | None = None, seed: int | None = None) -> dict:
     """Command, commit, versions, machine, and the sha256 of the data file."""
-    git = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
+    try:
+        git = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
+    except OSError:
+        git = None
     file = Path(data) if data else None
     return {
         "command": " ".join(["python", "-m", f"eval.{Path(sys.argv[0]).stem}", *sys.argv[1:]]),
-        "commit": git.stdout.strip() or None,
+        "commit": git.stdout.strip() or None if git else None,
         "torch": torch.__version__,
         "python": platform.python_version(),
         "machine": f"{platform.machine()}, {torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}",

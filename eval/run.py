@@ -1,29 +1,23 @@
 """Accuracy and tokens per forward of a model on questions whose answers end in "#### number", for several tau.
 
+An answer is right when the number after its last #### equals the reference; an answer without one is wrong.
+
     python -m eval.run --model DIR --data gsm8k_test.jsonl --tau 1,0.95 --limit 50 --out results/NAME.json
 """
 
 import argparse
 import json
 import math
-import re
 import sys
 import time
 from pathlib import Path
 
-import torch
 from tqdm import tqdm
 
-from data import ChatTokenizer, arithmetic, read_chats
+from data import ChatTokenizer, arithmetic, final_number, read_chats
 from decode import generate
 from eval.results import provenance, write_results
 from model import UserError, load_pretrained, pick_device, pick_dtype
-
-
-def final_answer(text: str) -> str | None:
-    """The number behind the last ####, thousands commas dropped; None when there is none."""
-    found = re.findall(r"####\s*\$?(-?[\d,]*\.?\d+)", text)
-    return found[-1].replace(",", "") if found else None
 
 
 def wilson(correct: int, n: int, z: float = 1.96) -> tuple[float, float]:
@@ -34,7 +28,7 @@ def wilson(correct: int, n: int, z: float = 1.96) -> tuple[float, float]:
 
 
 def evaluate(model, tokenizer, chats, tau: float, block_size, batch_size: int, max_new_tokens: int, cache: str, quiet=False) -> dict:
-    """Decode the first question of every chat at one tau. Returns the row of the results and the samples under "samples"."""
+    """Answer every chat's last turn at one tau. Returns the row of the results, with the samples under "samples"."""
     samples, seconds = [], 0.0
     with tqdm(total=len(chats), desc=f"tau {tau:g}", unit="question", disable=quiet) as bar:
         for i in range(0, len(chats), batch_size):
@@ -43,9 +37,9 @@ def evaluate(model, tokenizer, chats, tau: float, block_size, batch_size: int, m
             done = generate(model, tokenizer, [c[:-1] for c in part], tau, block_size, max_new_tokens, cache)
             seconds += time.perf_counter() - began
             for chat, g in zip(part, done):
-                gold, said = final_answer(chat[-1]["content"]), final_answer(g.text)
-                right = gold is not None and said is not None and float(gold) == float(said)
-                samples.append({"question": chat[-2]["content"], **g.__dict__, "gold": gold, "extracted": said, "correct": right})
+                gold, said = final_number(chat[-1]["content"]), final_number(g.text)
+                scored = {"gold": gold, "extracted": said, "correct": said is not None and said == gold}
+                samples.append({"prompt": chat[:-1], **vars(g), **scored})
             bar.update(len(part))
             bar.set_postfix(accuracy=f"{sum(s['correct'] for s in samples) / len(samples):.3f}")
     n, right = len(samples), sum(s["correct"] for s in samples)
@@ -70,18 +64,27 @@ def main(argv=None) -> int:
     add("--device", default="auto")
     add("--dtype", default="auto", choices=["auto", "float32", "bfloat16"])
     add = parser.add_argument_group("output").add_argument
-    add("--out", type=Path, default=None, metavar="FILE", help="results file; the samples go beside it, to FILE with .jsonl")
+    add("--out", type=Path, default=None, metavar="FILE", help="results file; every answer goes beside it, to NAME.samples.jsonl")
     add("--json", action="store_true", help="one JSON object as the last line")
     args = parser.parse_args(argv)
+    if args.limit < 1 or args.batch_size < 1:
+        parser.error("--limit and --batch-size must be at least 1")
+    try:
+        taus = [float(t) for t in args.tau.split(",")]
+    except ValueError:
+        parser.error(f"--tau {args.tau}: must be numbers with commas between")
     try:
         device = pick_device(args.device)
         dtype, reason = pick_dtype(device, args.dtype)
         chats = [p.messages() for p in arithmetic("test", args.limit)] if args.data == "arithmetic" else read_chats(args.data)[: args.limit]
+        wrong = [i for i, c in enumerate(chats) if c[-1]["role"] != "assistant" or final_number(c[-1]["content"]) is None]
+        if wrong:
+            raise UserError(f"{args.data}: chat {wrong[0] + 1} does not end in an answer with #### and a number")
         tokenizer = ChatTokenizer.from_pretrained(args.model)
         model = load_pretrained(args.model, dtype, device)
         print(f"{args.model} on {device}, {str(dtype).removeprefix('torch.')} ({reason}); {len(chats)} questions of {args.data}")
         how = (args.block_size, args.batch_size, args.max_new_tokens, args.cache)
-        rows = [evaluate(model, tokenizer, chats, float(t), *how) for t in args.tau.split(",")]
+        rows = [evaluate(model, tokenizer, chats, tau, *how) for tau in taus]
     except UserError as e:
         print(f"error: {e}", file=sys.stderr)
         return 2
@@ -93,12 +96,12 @@ def main(argv=None) -> int:
     if args.out:
         settings = {k: getattr(args, k) for k in ("model", "block_size", "cache", "batch_size", "max_new_tokens")}
         write_results(args.out, result | {"settings": settings, "trained": tokenizer.mars, **provenance(device, dtype, args.data)})
-        args.out.with_suffix(".jsonl").write_text("".join(json.dumps(s, ensure_ascii=False) + "\n" for s in samples), encoding="utf-8")
+        lines = "".join(json.dumps(s, ensure_ascii=False) + "\n" for s in samples)
+        args.out.with_name(args.out.stem + ".samples.jsonl").write_text(lines, encoding="utf-8")
     if args.json:
         print(json.dumps(result))
     return 0
 
 
 if __name__ == "__main__":
-    torch.manual_seed(0)
     sys.exit(main())

@@ -60,9 +60,10 @@ def test_one_prompt_streams_what_json_reports(model_dir, capsys, tmp_path):
 
 def test_compare_shows_both(model_dir, capsys):
     """Fault: --compare that decodes twice the same way."""
-    code, out = ask(capsys, "--model", model_dir, "--prompt", "Hi", "--tau", 0, "--block-size", 4, "--max-new-tokens", 8, "--compare", "--json")
-    assert code == 0 and "8 tokens, 2 forwards" in out.out and "one at a time: 8 tokens, 8 forwards" in out.out and "speed-up" in out.out
-    assert set(json.loads(out.out.splitlines()[-1])["compare"]) == {"tokens_per_second", "seconds", "speedup", "identical"}
+    argv = ["--model", model_dir, "--prompt", "Hi", "--tau", 0, "--block-size", 4, "--max-new-tokens", 8, "--cache", "block"]
+    code, out = ask(capsys, *argv, "--compare", "--json")
+    assert code == 0 and "8 tokens, 3 forwards" in out.out and "one at a time: 8 tokens, 8 forwards" in out.out and "speed-up" in out.out
+    assert json.loads(out.out.splitlines()[-1])["compare"]["tokens_per_forward"] == 1
 
 
 def test_questions_from_stdin(model_dir, capsys, monkeypatch):
@@ -113,8 +114,9 @@ def test_the_newest_finished_model_is_the_default(model_dir, capsys, tmp_path, m
 def test_a_model_without_mars_training_is_noted(folder, capsys):
     """Fault: a user puzzled by noise from an ordinary model below tau 1."""
     edit_json(folder / "config.json", mars=None)
-    assert "not trained with MARS" in ask(capsys, "--model", folder, "--prompt", "Hi", "--max-new-tokens", 2)[1].out
-    assert "not trained with MARS" not in ask(capsys, "--model", folder, "--prompt", "Hi", "--max-new-tokens", 2, "--tau", 1)[1].out
+    for more, noted in (([], True), (["--tau", 1], False), (["--measure", "entropy"], True), (["--measure", "entropy", "--tau", 0], False)):
+        out = ask(capsys, "--model", folder, "--prompt", "Hi", "--max-new-tokens", 2, *more)[1].out
+        assert ("not trained with MARS" in out) == noted
 
 
 # ----------------------------------------------------------------------------------------------------------- errors
@@ -132,7 +134,8 @@ def no_weights(folder):
 
 def shard_missing(folder):
     (folder / "model.safetensors").unlink()
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"model.norm.weight": "model-00002-of-00002.safetensors"}}))
+    index = {"weight_map": {"model.norm.weight": "model-00002-of-00002.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     return "missing: model-00002-of-00002.safetensors"
 
 
@@ -165,7 +168,8 @@ def test_a_broken_folder_is_one_line_and_exit_2(folder, tmp_path, capsys, comman
     if command == "decode":
         code = decode.main(["--model", str(folder), "--prompt", "Hi"])
     else:
-        code = train.main(["--init", str(folder), "--data", "arithmetic", "--data-size", "8", "--steps", "1", "--out", str(tmp_path / "out")])
+        argv = ["--init", str(folder), "--data", "arithmetic", "--data-size", "8", "--steps", "1", "--out", str(tmp_path / "out")]
+        code = train.main(argv)
     err = capsys.readouterr().err
     assert code == 2 and expected in err and err.startswith("error: ") and err.count("\n") == 1
 
@@ -188,9 +192,9 @@ def test_decode_errors(model_dir, capsys, argv, expected):
 @pytest.mark.parametrize("content, expected", [
     (None, "no such data file"),
     ("", "no rows in this file"),
-    ('{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n{"messages": []}\n', "line 2: messages must be a non-empty list"),
+    ('{"question": "a", "answer": "b"}\n{"messages": []}\n', "line 2: messages must be a non-empty list"),
     ('{"messages": [\n', "line 1:"),
-    ('{"messages": [{"role": "user", "content": "' + "coin " * 900 + '"}, {"role": "assistant", "content": "b"}]}\n', "none of its 1 chats is left"),
+    ('{"question": "' + "coin " * 900 + '", "answer": "b"}\n', "none of its 1 chats is left"),
 ])
 def test_data_errors(model_dir, tmp_path, capsys, content, expected):
     """Fault: rows dropped in silence, or an empty epoch."""
@@ -219,7 +223,9 @@ def test_max_len_beyond_the_model(model_dir, tmp_path, capsys):
     assert "positions up to 512" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory")])
+@pytest.mark.parametrize("error", [
+    torch.OutOfMemoryError("CUDA out of memory"), MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory"),
+])
 def test_out_of_memory_says_what_to_lower(model_dir, tmp_path, capsys, monkeypatch, error):
     """Fault: a page of traceback for the most common failure of all."""
 

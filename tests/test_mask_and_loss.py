@@ -1,5 +1,7 @@
 """The block-causal mask, the two-stream batch and the loss: METHOD section 2, CASES 26-29."""
 
+import dataclasses
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -64,7 +66,11 @@ def test_mask_equals_the_one_written_by_hand():
     assert drawn == HAND_WRITTEN.strip()
 
 
-@pytest.mark.parametrize("anchor, expected", [(None, [5, 5, 5, 5, 9, 9, 9, 9, 13]), (0, [5, 5, 5, 8, 8, 8, 8, 12, 12]), (3, [5, 5, 7, 7, 7, 7, 11, 11, 11])])
+@pytest.mark.parametrize("anchor, expected", [
+    (None, [5, 5, 5, 5, 9, 9, 9, 9, 13]),
+    (0, [5, 5, 5, 8, 8, 8, 8, 12, 12]),
+    (3, [5, 5, 7, 7, 7, 7, 11, 11, 11]),
+])
 def test_block_starts(anchor, expected):
     """Fault: a block that begins before its response, or anchors counted from the wrong place."""
     assert block_starts(torch.arange(5, 14), 5, 4, anchor).tolist() == expected
@@ -164,7 +170,7 @@ def test_loss_does_not_depend_on_padding_or_batch_mates(n):
 
 
 def test_micro_batches_add_up_to_the_whole_batch():
-    """CASES 29, with 3 and 30 supervised tokens. Fault: a mean of means."""
+    """CASES 29, with 3 and 30 supervised tokens, each stream alone. Fault: a mean of means."""
     model, rows = tiny_model(), [row(8, (5, 8)), row(40, (10, 40), seed=1)]
     n_mask, n_ar = count_targets(rows)
     gradients = []
@@ -179,11 +185,38 @@ def test_micro_batches_add_up_to_the_whole_batch():
         assert max((x - y).abs().max() for x, y in zip(a, b)) < 1e-6
 
 
-def test_chunked_logits_change_nothing(monkeypatch):
-    """Fault: a chunk lost or counted twice when supervised tokens outnumber one chunk."""
-    import train
+def test_chunked_logits_change_nothing():
+    """Fault: a chunk lost or counted twice when supervised tokens outnumber one chunk (here of 4)."""
+    results = []
+    for claimed in (512, 2**23):
+        model, b = tiny_model(), build_streams([row(40, (10, 40))], 4, MASK)
+        model.config, seen = dataclasses.replace(model.config, vocab_size=claimed), []
+        model.logits = lambda h, real=model.logits, seen=seen: seen.append(len(h)) or real(h)
+        loss = sum(dual_stream_loss(model, b))
+        loss.backward()
+        results.append((loss.detach(), model.model.embed_tokens.weight.grad))
+        assert max(seen) == (59 if claimed == 512 else 4)
+    assert all(torch.allclose(a, b, atol=1e-4) for a, b in zip(*results))
 
+
+def test_sft_is_the_clean_stream_alone():
+    """Fault: SFT takes another attention path (causal, no mask) and so another loss or gradient than L_AR."""
+    results = []
+    for block_size in (None, 4):
+        model = tiny_model()
+        mask_loss, ar = dual_stream_loss(model, build_streams([row(40, (10, 40)), row(25, (5, 9), (15, 25))], block_size, MASK))
+        ar.backward()
+        results.append((ar.detach(), model.model.layers[0].mlp.gate_proj.weight.grad))
+        assert mask_loss.item() > 0 if block_size else mask_loss.item() == 0
+    assert all(torch.allclose(a, b, rtol=1e-4, atol=1e-4) for a, b in zip(*results))
+
+
+def test_bfloat16_autocast_is_near_float32():
+    """Fault: a dtype mismatch, or an overflow, on the path that GPUs take."""
     model, b = tiny_model(), build_streams([row(40, (10, 40))], 4, MASK)
-    whole = torch.stack(dual_stream_loss(model, b))
-    monkeypatch.setattr(train, "target_losses", lambda m, h, y, real=train.target_losses: torch.cat([real(m, h[i : i + 7], y[i : i + 7]) for i in range(0, len(y), 7)]))
-    assert torch.allclose(whole, torch.stack(dual_stream_loss(model, b)), atol=1e-5)
+    exact = torch.stack(dual_stream_loss(model, b))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        near = torch.stack(dual_stream_loss(model, b))
+    near.sum().backward()
+    assert torch.allclose(near, exact, rtol=0.05) and not torch.equal(near, exact)
+    assert all(p.grad.isfinite().all() for p in model.parameters())

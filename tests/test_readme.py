@@ -15,7 +15,8 @@ LINES = [line for block in re.findall(r"```sh\n(.*?)```", README, re.DOTALL) for
 
 def test_the_readme_shows_commands():
     """Fault: the blocks renamed, so that nothing below is checked."""
-    assert sum(line.startswith("python train.py") for line in LINES) >= 3 and sum(line.startswith("python decode.py") for line in LINES) >= 2
+    for command, least in (("train.py", 3), ("decode.py", 2)):
+        assert sum(line.startswith(f"python {command}") for line in LINES) >= least
 
 
 @pytest.mark.parametrize("line", [line for line in LINES if line.startswith("python")])
@@ -39,3 +40,15 @@ def test_every_function_and_file_named_is_there():
             assert re.search(rf"^(def|class) {name}\b", (ROOT / f"{module}.py").read_text(encoding="utf-8"), re.MULTILINE), name
     for path in re.findall(r"`((?:results|eval|tests)/[\w./-]+)`", README):
         assert (ROOT / path).exists(), path
+
+
+def test_the_mask_picture_is_the_mask():
+    """Fault: a picture that shows another mask than the code's."""
+    import torch
+
+    picture = re.search(r"```mask\n(.*?)```", README, re.DOTALL)[1]
+    rows = [re.match(r"(?:clean|noisy) \d   ([1.]{8})  ([1.]{8})", line) for line in picture.splitlines()]
+    drawn = [[c == "1" for c in m[1] + m[2]] for m in rows if m]
+    p = torch.arange(8)
+    starts = torch.cat([p * 0, train.block_starts(p, 0, 4)])
+    assert drawn == train.mars_mask(torch.cat([p, p]), starts, torch.arange(16) >= 8).tolist()

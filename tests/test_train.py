@@ -89,6 +89,16 @@ def test_a_half_written_checkpoint_is_never_picked_up(tmp_path, monkeypatch):
     assert run(tmp_path, "--resume", stages="sft", steps="5") == 0
 
 
+def test_resume_after_a_torn_log_line(straight, tmp_path, monkeypatch):
+    """Fault: a kill while logging makes the checkpoint useless. The torn line goes, the run ends as the undisturbed one."""
+    with monkeypatch.context() as m:
+        die_at(m, 3)
+        run(tmp_path)
+    with (tmp_path / "log.jsonl").open("a") as log:
+        log.write('{"stage": "sft", "st')
+    assert run(tmp_path, "--resume") == 0 and losses(tmp_path) == losses(straight)
+
+
 def test_resume_refuses_what_would_be_another_run(tmp_path, monkeypatch, capsys):
     """Fault: a resumed run with another lr, silently; an unfinished run overwritten by a fresh one; nothing to resume."""
     assert run(tmp_path, "--resume", stages="sft", steps="5") == 2
@@ -100,6 +110,29 @@ def test_resume_refuses_what_would_be_another_run(tmp_path, monkeypatch, capsys)
     assert "lr was 0.002, is 0.5" in capsys.readouterr().err
     assert run(tmp_path, stages="sft", steps="5") == 2
     assert "holds an unfinished run (sft-step-000002)" in capsys.readouterr().err
+    monkeypatch.setattr(train, "load_chats", lambda *a: [p.messages() for p in arithmetic("train", 60, seed=9)])
+    assert run(tmp_path, "--resume", stages="sft", steps="5") == 2
+    assert "data_checksum was" in capsys.readouterr().err
+
+
+def test_finished_work_is_not_replaced_unasked(straight, tmp_path, capsys):
+    """Fault: a second run with other options silently takes the place of the first."""
+    before = (straight / "log.jsonl").read_bytes()
+    assert run(straight) == 2
+    err = capsys.readouterr().err
+    assert "mars is finished" in err and "--overwrite" in err and (straight / "log.jsonl").read_bytes() == before
+    assert run(tmp_path, stages="sft", steps="1") == 0 and run(tmp_path, "--overwrite", stages="sft", steps="2") == 0
+    assert [r[1] for r in losses(tmp_path)] == [1, 2]
+
+
+def test_ctrl_c_promises_only_what_is_there(tmp_path, monkeypatch, capsys):
+    """Fault: told to --resume when nothing was saved; the finished first stage lost when the second is interrupted early."""
+    with monkeypatch.context() as m:
+        die_at(m, 1)
+        assert run(tmp_path) == 130 and "no checkpoint yet" in capsys.readouterr().err
+    with monkeypatch.context() as m:
+        die_at(m, 6)
+        assert run(tmp_path) == 130 and "sft-step-000005" in capsys.readouterr().err
 
 
 def test_step_zero_is_the_base_models_own_loss(tokenizer, tmp_path):
@@ -130,8 +163,8 @@ def test_the_mask_id_is_recorded_and_a_trained_mask_is_kept(straight, tmp_path, 
     """CASES 32. Fault: training on from a MARS checkpoint throws its [MASK] away; the record missing."""
     tokenizer = ChatTokenizer.from_pretrained(straight / "mars")
     assert tokenizer.mars == {"stage": "mars", "block_size": 4, "mask_token_id": tokenizer.mask_id, "mask_token": "<|mask|>"}
-    again = ["--init", str(straight / "mars"), "--data", "arithmetic", "--data-size", "60", "--steps", "1", "--lr", "0", "--quiet", "--out", str(tmp_path)]
-    assert train.main(again) == 0
+    again = ["--init", str(straight / "mars"), "--data", "arithmetic", "--data-size", "60", "--steps", "1", "--lr", "0"]
+    assert train.main([*again, "--quiet", "--out", str(tmp_path)]) == 0
     a, b = load_pretrained(straight / "mars"), load_pretrained(tmp_path / "mars")
     assert torch.equal(a.model.embed_tokens.weight, b.model.embed_tokens.weight)
 
