@@ -28,6 +28,7 @@ from data import ChatTokenizer
 from kvcache import KVCache
 from model import UserError, is_out_of_memory, load_pretrained, pick_device, pick_dtype, resolve
 
+SUBSCRIPT = str.maketrans("0123456789", "₀₁₂₃₄₅₆₇₈₉")
 MEASURES = ("probability", "entropy", "margin")
 CACHES = ("cursor", "block", "none")
 
@@ -335,7 +336,7 @@ class StreamDecoder:
 def shade(parts, colour: bool | None = None) -> str:
     """Text with each forward's tokens shaded together, darker for more. parts: (text, n_tokens) of each forward.
 
-    Without colour (default: when stdout is no terminal, or NO_COLOR is set) a forward of several tokens is [bracketed]n.
+    Without colour (default: when stdout is no terminal, or NO_COLOR is set) a forward of 3 tokens looks [like this]₃.
     """
     colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ if colour is None else colour
     blues = (None, None, 153, 111, 69, 27)  # 256-colour backgrounds, light to dark
@@ -344,7 +345,7 @@ def shade(parts, colour: bool | None = None) -> str:
         if n == 1 or not text:
             return text
         if not colour:
-            return f"[{text}]{n}"
+            return f"[{text}]{str(n).translate(SUBSCRIPT)}"
         ink, paper = (15, blues[min(n, 5)]) if n >= 4 else (16, blues[n])
         return "\n".join(f"\033[38;5;{ink};48;5;{paper}m{line}\033[0m" if line else "" for line in text.split("\n"))
 

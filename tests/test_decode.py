@@ -312,7 +312,7 @@ def test_several_eos_ids(model, tokenizer):
 def test_shading_is_readable_without_colour():
     """Fault: the forwards cannot be told apart on paper; text lost by shading."""
     parts = [("Ada", 1), (" has 3", 3), ("", 1), ("\ncoins.", 4)]
-    assert shade(parts, colour=False) == "Ada[ has 3]3[\ncoins.]4"
+    assert shade(parts, colour=False) == "Ada[ has 3]₃[\ncoins.]₄"
     import re
 
     assert re.sub("\033\\[[0-9;]*m", "", shade(parts, colour=True)) == "Ada has 3\ncoins."
