@@ -88,10 +88,15 @@ def main(argv=None) -> int:
     except UserError as e:
         print(f"error: {e}", file=sys.stderr)
         return 2
-    samples = [s | {"tau": r["tau"]} for r in rows for s in r.pop("samples")]
-    print("\n   tau  accuracy  95 % interval   tokens/forward  tokens/s")
+    for r in rows:  # tokens per forward alone can be noise said quickly: how many answers are those of the first tau?
+        r["identical_to_first_tau"] = sum(a["ids"] == b["ids"] for a, b in zip(rows[0]["samples"], r["samples"])) / len(chats)
+    samples = [s | {"tau": r["tau"]} for r in rows for s in r["samples"]]
     for r in rows:
-        print("{tau:6g}  {accuracy:8.3f}  {low:.3f} .. {high:.3f}  {tokens_per_forward:14.2f}  {tokens_per_second:8.1f}".format(**r))
+        del r["samples"]
+    print("\n   tau  accuracy  95 % interval   tokens/forward  tokens/s   same as first tau")
+    line = "{tau:6g}  {accuracy:8.3f}  {low:.3f} .. {high:.3f}  {tokens_per_forward:14.2f}  {tokens_per_second:8.1f}"
+    for r in rows:
+        print(line.format(**r), f"{r['identical_to_first_tau']:17.2f}")
     result = {"task": args.data, "n": len(chats), "rows": rows}
     if args.out:
         settings = {k: getattr(args, k) for k in ("model", "block_size", "cache", "batch_size", "max_new_tokens")}

@@ -19,12 +19,13 @@ def test_wilson_interval():
 def test_a_sweep_is_written_with_where_it_comes_from(model_dir, tmp_path, capsys):
     """Fault: rates over something else than committed tokens; samples and summary that disagree; CASES 37."""
     out = tmp_path / "r.json"
-    argv = ["--model", str(model_dir), "--limit", "5", "--tau", "1,0.2", "--max-new-tokens", "9", "--out", str(out), "--json"]
+    argv = ["--model", str(model_dir), "--limit", "5", "--tau", "1,0", "--max-new-tokens", "9", "--out", str(out), "--json"]
     assert run.main(argv) == 0
     result, last = json.loads(out.read_text()), json.loads(capsys.readouterr().out.splitlines()[-1])
     assert {k: result[k] for k in last} == last and set(last) == {"task", "n", "rows"}
     assert {"command", "commit", "torch", "machine", "device", "dtype", "seed", "data_sha256"} <= set(result)
     samples = [json.loads(line) for line in (tmp_path / "r.samples.jsonl").read_text().splitlines()]
+    assert result["rows"][0]["identical_to_first_tau"] == 1 > result["rows"][1]["identical_to_first_tau"]
     for row in result["rows"]:
         mine = [s for s in samples if s["tau"] == row["tau"]]
         assert len(mine) == 5 and row["accuracy"] == sum(s["correct"] for s in mine) / 5
