@@ -236,8 +236,8 @@ def train_stage(stage: str, model, tokenizer, rows: list[Row], args, state: dict
             log.write(json.dumps(record) + "\n")
         shown = {k: f"{record[k]:.3f}" for k in ("L_mask", "L_AR") if record[k] is not None}
         bar.set_postfix(shown | {"tok/s": f"{record['tokens'] / took:.0f}"})
-        due = args.save_every and (step + 1) % args.save_every == 0
-        if step + 1 < total and due or step + 1 == total and stage != args.stages[-1]:
+        at_end, last_stage = step + 1 == total, stage == args.stages[-1]
+        if args.save_every and ((step + 1) % args.save_every == 0 or at_end) and not (at_end and last_stage):
             save_checkpoint(stage, step + 1, model, optimizer, tokenizer, args)
     model.eval()
 
@@ -281,8 +281,9 @@ def save_checkpoint(stage: str, step: int, model, optimizer, tokenizer, args) ->
     state = {"stage": stage, "step": step, "settings": args.settings, "keep_mask": args.keep_mask, "save_dtype": args.save_dtype}
     torch.save(state | {"optimizer": optimizer.state_dict()}, part / "trainer_state.pt")
     replace_folder(part, dir)
-    for older in checkpoints(args)[:-1]:
-        shutil.rmtree(older)
+    for other in checkpoints(args):
+        if other != dir:
+            shutil.rmtree(other)
 
 
 def checkpoints(args) -> list[Path]:
@@ -439,6 +440,8 @@ def run(args) -> dict:
 
     args.out.mkdir(parents=True, exist_ok=True)
     state = None
+    for stale in [] if resume else checkpoints(args):  # of the run that --overwrite drops
+        shutil.rmtree(stale)
     if resume:
         state = load_resume(resume[0], args)
         args.keep_mask, args.save_dtype = state["keep_mask"], state["save_dtype"]

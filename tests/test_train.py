@@ -125,6 +125,27 @@ def test_finished_work_is_not_replaced_unasked(straight, tmp_path, capsys):
     assert [r[1] for r in losses(tmp_path)] == [1, 2]
 
 
+def test_an_overwritten_run_leaves_no_checkpoint_to_resume(tmp_path, monkeypatch):
+    """Fault: the dropped run's later checkpoint outlives the new run's, and --resume continues the wrong one."""
+    with monkeypatch.context() as m:
+        die_at(m, 5)
+        run(tmp_path, stages="sft", steps="9")
+    assert [d.name for d in train.checkpoints(settled(tmp_path))] == ["sft-step-000004"]
+    with monkeypatch.context() as m:
+        die_at(m, 3)
+        run(tmp_path, "--overwrite", "--lr", "0.001", stages="sft", steps="9")
+    assert [d.name for d in train.checkpoints(settled(tmp_path))] == ["sft-step-000002"]
+    assert run(tmp_path, "--resume", "--lr", "0.001", stages="sft", steps="9") == 0
+
+
+def test_save_every_zero_saves_no_checkpoint(tmp_path, monkeypatch):
+    """Fault: 0 = never, and still gigabytes are written between the stages."""
+    saved = []
+    monkeypatch.setattr(train, "save_checkpoint", lambda *a: saved.append(a))
+    assert run(tmp_path, "--save-every", "0", steps="1") == 0 and saved == []
+    assert run(tmp_path, "--save-every", "9", "--overwrite", steps="1") == 0 and [s[:2] for s in saved] == [("sft", 1)]
+
+
 def test_ctrl_c_promises_only_what_is_there(tmp_path, monkeypatch, capsys):
     """Fault: told to --resume when nothing was saved; the finished first stage lost when the second is interrupted early."""
     with monkeypatch.context() as m:
