@@ -16,7 +16,7 @@ from http.client import HTTPException
 from pathlib import Path
 from typing import NamedTuple
 
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from model import UserError, read_json, resolve, write_json
 
@@ -375,6 +375,7 @@ GAIN = (("buys", "{a} buys {n} more {x} {p}."), ("finds", "{a} finds {n} {x} {p}
         ("wins", "{a} wins {n} {x} in a game with {b}."))
 LOSE = (("gives away", "{a} gives {n} {x} to {b}."), ("loses", "{a} loses {n} {x} {p}."), ("sells", "{a} sells {n} of the {x} {p}."),
         ("hands out", "{a} hands out {n} {x} to the children {p}."))
+CHANGES = (2, 3, 4, 5, 10, 20, 50)  # few, so that a tiny model learns to add and subtract them within minutes
 TIMES = (("doubles", "Then {a} doubles the number of {x}.", 2), ("triples", "Then {a} triples the number of {x}.", 3))
 NOISE = ("{b} has {n} {y}.", "{b} counts {n} {y} {p}.", "A bag of {y} costs {n} dollars.", "{b} is {n} years old.")
 ASK = ("How many {x} does {a} have now?", "How many {x} does {a} have in the end?", "Find the number of {x} that {a} has left at the end.")
@@ -390,7 +391,7 @@ class Problem(NamedTuple):
 
 
 def arithmetic_problem(rng: random.Random, largest: int = 99) -> Problem:
-    """One generated word problem of 1-3 operations with a worked answer.
+    """One generated word problem of 1-3 operations with a worked answer: a start of 2..largest, then + or - one of CHANGES, * 2, * 3.
 
     Phrases of the answer follow from the question (a model can learn to say several tokens at once); digits must be computed.
     """
@@ -406,7 +407,7 @@ def arithmetic_problem(rng: random.Random, largest: int = 99) -> Problem:
             verb, text, n = rng.choice(TIMES)
         else:
             verb, text = rng.choice(GAIN if kind == "+" else LOSE)
-            n = rng.randint(2, largest) if kind == "+" else rng.randint(2, min(have, largest))
+            n = rng.choice([n for n in CHANGES if kind == "+" or n <= have])
         now = {"+": have + n, "-": have - n, "*": have * n}[kind]
         facts.append(say(text, n))
         work.append(f"{a} {verb} {'them' if kind == '*' else n}, so {have} {kind} {n} = {now} {x}.")
@@ -437,11 +438,16 @@ def final_number(text: str) -> float | None:
     return float(found[-1].replace(",", "")) if found else None
 
 
-def arithmetic_tokenizer(vocab_size: int = 512) -> ChatTokenizer:
-    """A small byte-level BPE trained on generated problems, digits one by one, with the ChatML tokens and <|mask|>."""
+def arithmetic_tokenizer(vocab_size: int = 640) -> ChatTokenizer:
+    """A small byte-level BPE trained on generated problems, with the ChatML tokens and <|mask|>.
+
+    Every word of the problems is one token, with the space before it, and with the one behind it if a digit follows: so a
+    number is its digits and nothing else, each digit one token wherever it stands. vocab_size is an upper limit.
+    """
     tokenizer = Tokenizer(models.BPE())
-    digits, byte_level = pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, byte_level])
+    pieces = Regex(r"\d| ?[^\s\d.,?]+ (?=\d)| ?[^\s\d.,?]+|[.,?]|\s")
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(pieces, "isolated"), byte_level])
     tokenizer.decoder = decoders.ByteLevel()
     control = ["<|endoftext|>", IM_START, IM_END, MASK_TOKEN]
     trainer = trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=control, initial_alphabet=sorted(BYTE_OF_CHAR), show_progress=False)

@@ -7,7 +7,7 @@
 tau >= 1 is plain autoregressive decoding, the same loop with a window of one. Three caches, one loop each: `none`
 recomputes everything and is the oracle, `block` is the paper's, `cursor` lets every row run at its own pace.
 
-    python decode.py --tau 0.9                                   ask questions of the newest model
+    python decode.py --tau 0.9                                   a sample problem, then yours, for the newest model
     python decode.py --model DIR --prompt "..." --compare        and show the speed-up over one token at a time
 """
 
@@ -31,6 +31,8 @@ from model import UserError, is_out_of_memory, load_pretrained, pick_device, pic
 SUBSCRIPT = str.maketrans("0123456789", "₀₁₂₃₄₅₆₇₈₉")
 MEASURES = ("probability", "entropy", "margin")
 CACHES = ("cursor", "block", "none")
+SAMPLE = ("Ada has 62 cards. Ada hands out 20 cards to the children on the beach. Will counts 26 cookies at school. "
+          "Then Ada doubles the number of cards. How many cards does Ada have in the end?")
 
 
 @dataclass
@@ -370,7 +372,8 @@ def parse(argv) -> argparse.Namespace:
     add("--device", default="auto", help="auto | cuda | mps | cpu")
     add("--dtype", default="auto", choices=["auto", "float32", "bfloat16"], help="default: bfloat16 where it is fast")
     add = parser.add_argument_group("what to say").add_argument
-    add("--prompt", action="append", metavar="TEXT", help="may be given several times: one batch. None: ask on the terminal, or read stdin")
+    add("--prompt", action="append", metavar="TEXT", help="may be given several times: one batch. Without it: what is "
+        "piped in; else a sample problem, and on a terminal then yours")
     add("--max-new-tokens", type=int, default=256, metavar="N")
     add = parser.add_argument_group("how to decode").add_argument
     add("--tau", type=float, default=None, help="threshold; 1 = one token per forward, lower = more (default 0.9; entropy: 0.5 nats)")
@@ -449,19 +452,19 @@ def main(argv=None) -> int:
             print(f"note: {where} was not trained with MARS: with more than one token per forward it says noise; try --tau {one}")
         print(f"{where} ({why}) on {device}, {str(dtype).removeprefix('torch.')} ({reason}); "
               f"tau {args.tau:g}, B={args.block_size}, {args.cache} cache\n", flush=True)
-        if not args.prompt and sys.stdin.isatty():
-            if args.json or args.out:
-                raise UserError("--json and --out need --prompt, or a question on stdin")
-            return converse(model, tokenizer, args)
-        prompts = args.prompt or [sys.stdin.read().strip()]
-        if prompts == [""]:
-            raise UserError("nothing to answer: give --prompt TEXT, or run it on a terminal")
+        terminal = sys.stdin is not None and sys.stdin.isatty()
+        piped = "" if args.prompt or terminal or sys.stdin is None else sys.stdin.read().strip()
+        prompts = args.prompt or [piped or SAMPLE]
+        if prompts == [SAMPLE]:
+            print(SAMPLE)
         result = answer(model, tokenizer, prompts, args)
         if args.out:
             args.out.mkdir(parents=True, exist_ok=True)
             (args.out / "generations.json").write_text(json.dumps(result, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
         if args.json:
             print(json.dumps(result, ensure_ascii=False))
+        elif terminal and not args.prompt:
+            converse(model, tokenizer, args)
     except UserError as e:
         print(f"error: {e}", file=sys.stderr)
         return 2
@@ -475,16 +478,16 @@ def main(argv=None) -> int:
     return 0
 
 
-def converse(model, tokenizer, args) -> int:
+def converse(model, tokenizer, args) -> None:
     """Ask for questions until an empty line; each is answered on its own."""
-    print("Ask something; an empty line ends.")
+    print("\nYour turn; an empty line ends.")
     while True:
         try:
             question = input("\n> ").strip()
         except (EOFError, KeyboardInterrupt):
             question = ""
         if not question:
-            return 0
+            return
         try:
             answer(model, tokenizer, [question], args)
         except UserError as e:

@@ -27,6 +27,7 @@ HUB_NAMES = {
     "coder-0.5b": "Qwen/Qwen2.5-Coder-0.5B-Instruct",
     "smollm2-135m": "HuggingFaceTB/SmolLM2-135M-Instruct",
 }
+SHIPPED = ("tiny-sft", "tiny-mars")  # folders of checkpoints/, beside this file
 
 
 class UserError(ValueError):
@@ -285,9 +286,9 @@ def pick_dtype(device: torch.device, dtype: str | None = None) -> tuple[torch.dt
 
 
 def resolve(name_or_dir: str | os.PathLike) -> Path:
-    """A folder with a config.json for: a folder, a short name (HUB_NAMES), or any hub id.
+    """A folder with a config.json for: a folder, a short name (SHIPPED, HUB_NAMES), or any hub id.
 
-    Order: the folder itself, then the local hub cache, then a download with a progress bar. Raises UserError.
+    Order: the folder itself, checkpoints/ of this project, the local hub cache, a download with a progress bar. Raises UserError.
     """
     path = Path(name_or_dir).expanduser()
     if path.is_dir():
@@ -295,9 +296,12 @@ def resolve(name_or_dir: str | os.PathLike) -> Path:
             raise UserError(f"{path}: no config.json in this folder, so it is not a model")
         return path
     name = str(name_or_dir)
+    if name in SHIPPED and (shipped := Path(__file__).resolve().parent / "checkpoints" / name).is_dir():
+        return resolve(shipped)
     repo = HUB_NAMES.get(name.lower(), name)
     if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", repo, re.ASCII) or ".." in repo or "--" in repo:
-        raise UserError(f"{name!r}: no such folder, and no model of that name (known: {', '.join(HUB_NAMES)}; or a hub id owner/model)")
+        known = ", ".join([*SHIPPED, *HUB_NAMES])
+        raise UserError(f"{name!r}: no such folder, and no model of that name (known: {known}; or a hub id owner/model)")
     return _from_hub(name, repo)
 
 

@@ -6,8 +6,9 @@
 and L = L_mask + ar_weight * L_AR. Files go to --out: log.jsonl, one Hugging Face folder per finished stage (sft/, mars/),
 and STAGE-step-NNNNNN/ to resume from.
 
-    python train.py --init qwen2.5-0.5b                    MARS on GSM8K train, B = 4
-    python train.py --init scratch --stages sft,mars       a tiny model from nothing, on generated problems
+    python train.py                                        MARS for the shipped tiny model, on generated problems: minutes
+    python train.py --init scratch --stages sft,mars       the same from nothing
+    python train.py --init qwen2.5-0.5b                    MARS on GSM8K train
 """
 
 import argparse
@@ -79,14 +80,13 @@ class Streams(NamedTuple):
         return Streams(*(t.to(device) for t in self))
 
 
-PAD_TO = 32  # both streams are padded to a multiple of this: few shapes occur, so the allocator can reuse its memory
-
-
-def pad_up(n: int, multiple: int = PAD_TO) -> int:
+def pad_up(n: int, multiple: int | None = None) -> int:
+    """n rounded up, by default to eights, and to 32s beyond 256: few shapes occur, so the allocator can reuse its memory."""
+    multiple = multiple or (8 if n <= 256 else 32)
     return -(-n // multiple) * multiple
 
 
-def build_streams(rows: list[Row], block_size: int | None, mask_id: int, anchor: int | None = None, multiple: int = PAD_TO) -> Streams:
+def build_streams(rows: list[Row], block_size: int | None, mask_id: int, anchor: int | None = None, multiple: int | None = None) -> Streams:
     """Rows -> one padded micro-batch. block_size None leaves the noisy stream out (SFT).
 
     Padding needs no mask of its own: a clean pad lies to the right of every query that counts, and noisy pads share block -1.
@@ -331,30 +331,36 @@ def memory_gb(config: ModelConfig, n_params: int, args) -> float:
     return (16 * n_params + activations + 16 * min(2**25, args.micro_tokens * config.vocab_size)) / 1e9
 
 
+TINY = ("scratch", "tiny-sft")             # values of --init that mean the tiny model, before and after its SFT
+TINY_STEPS = {"sft": 3750, "mars": 400}
+
+
 def tiny_config(tokenizer) -> ModelConfig:
-    """What --init scratch trains: 1.4M parameters."""
-    sizes = dict(hidden_size=160, intermediate_size=448, num_hidden_layers=4, num_attention_heads=5, num_key_value_heads=5)
-    return ModelConfig(vocab_size=tokenizer.n_tokens, max_position_embeddings=1024, rope_theta=1e4, **sizes)
+    """What --init scratch trains: 1.1M parameters."""
+    sizes = dict(hidden_size=128, intermediate_size=384, num_hidden_layers=5, num_attention_heads=4, num_key_value_heads=4)
+    more = dict(max_position_embeddings=1024, rope_theta=1e4, initializer_range=0.08)  # 0.02 takes twice the steps at this width
+    return ModelConfig(vocab_size=tokenizer.n_tokens, **sizes, **more)
 
 
 def parse(argv) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     add = parser.add_argument_group("model").add_argument
-    add("--init", default="scratch", metavar="NAME|DIR", help=f"scratch | {' | '.join(HUB_NAMES)} | hub id | folder")
+    add("--init", default="tiny-sft", metavar="NAME|DIR", help=f"tiny-sft | scratch | {' | '.join(HUB_NAMES)} | hub id | folder")
     add("--stages", default=None, metavar="LIST", help="sft, mars or sft,mars (default: mars; for scratch sft,mars)")
     add = parser.add_argument_group("data").add_argument
-    add("--data", default=None, metavar="NAME|FILE", help="gsm8k | arithmetic | a JSONL file (default: gsm8k; for scratch arithmetic)")
-    add("--data-size", type=int, default=20_000, metavar="N", help="problems to generate for arithmetic")
+    add("--data", default=None, metavar="NAME|FILE", help="gsm8k | arithmetic | a JSONL file (default: gsm8k; tiny models arithmetic)")
+    add("--data-size", type=int, default=None, metavar="N", help="problems to generate for arithmetic (default: as many as the steps take)")
     add("--max-len", type=int, default=512, metavar="TOKENS", help="longer chats lose their tail")
     add = parser.add_argument_group("objective").add_argument
     add("--block-size", type=int, default=4, metavar="B", help="tokens per block, any B >= 1")
     add("--ar-weight", type=float, default=1.0, metavar="W", help="L = L_mask + W * L_AR; 0 = the paper's 'w/o SFT loss'")
     add("--anchor", type=int, default=None, metavar="P", help="count blocks from position P (default: each answer's start; the authors: 0)")
     add = parser.add_argument_group("optimizer").add_argument
-    add("--batch-size", type=int, default=None, metavar="CHATS", help="chats per optimizer step (default 16; for scratch 64)")
-    add("--epochs", type=float, default=1.0, metavar="E", help="per stage")
-    add("--steps", default=None, metavar="N[,N]", help="optimizer steps per stage, instead of --epochs")
-    add("--lr", type=float, default=None, help="peak learning rate (default 5e-5; for scratch 2e-3)")
+    add("--batch-size", type=int, default=16, metavar="CHATS", help="chats per optimizer step")
+    add("--epochs", type=float, default=None, metavar="E", help="per stage (default 1)")
+    add("--steps", default=None, metavar="N[,N]", help="optimizer steps per stage, instead of --epochs "
+        f"(the tiny models' default: sft {TINY_STEPS['sft']}, mars {TINY_STEPS['mars']})")
+    add("--lr", type=float, default=None, help="peak learning rate (default 5e-5; for the tiny models 1e-3)")
     add("--warmup", type=float, default=0.03, metavar="SHARE", help="share of the steps with rising lr; a cosine to 0 follows")
     add("--weight-decay", type=float, default=0.0)
     add("--clip", type=float, default=1.0, metavar="NORM", help="gradient norm limit")
@@ -362,36 +368,49 @@ def parse(argv) -> argparse.Namespace:
     add = parser.add_argument_group("machine").add_argument
     add("--device", default="auto", help="auto | cuda | mps | cpu")
     add("--dtype", default="auto", choices=["auto", "float32", "bfloat16"], help="of matrix products; weights and AdamW stay float32")
-    add("--micro-tokens", type=int, default=None, metavar="N", help="tokens taken through the network at once (default 1024; CUDA 16384)")
+    add("--micro-tokens", type=int, default=None, metavar="N", help="tokens taken through the network at once "
+        "(default 1024; tiny models 4096; CUDA 16384)")
     add = parser.add_argument_group("output").add_argument
     add("--out", type=Path, default=None, metavar="DIR", help="default: out/<name of init>")
     add("--save-every", type=int, default=100, metavar="STEPS", help="checkpoint to resume from; 0 = never")
     add("--resume", action="store_true", help="continue the newest checkpoint in --out; give the same options again")
     add("--overwrite", action="store_true", help="replace what --out holds")
+    add("--problems", type=int, default=None, metavar="N", help="score the result on N unseen arithmetic problems "
+        "(default 500 for the tiny models)")
     add("--quiet", action="store_true", help="no progress bar")
     add("--json", action="store_true", help="one JSON object as the last line")
     args = parser.parse_args(argv)
 
-    scratch = args.init == "scratch"
+    scratch, tiny = args.init == "scratch", args.init in TINY
     args.stages = (args.stages or ("sft,mars" if scratch else "mars")).split(",")
     if args.stages not in (["sft"], ["mars"], ["sft", "mars"]):
         parser.error(f"--stages {','.join(args.stages)}: allowed are sft, mars, and sft,mars")
-    args.data = args.data or ("arithmetic" if scratch else "gsm8k")
-    args.batch_size = args.batch_size if args.batch_size is not None else 64 if scratch else 16
-    args.lr = args.lr if args.lr is not None else 2e-3 if scratch else 5e-5
+    args.data = args.data or ("arithmetic" if tiny else "gsm8k")
+    arithmetic = args.data == "arithmetic"
+    args.lr = args.lr if args.lr is not None else 1e-3 if tiny else 5e-5
+    args.problems = args.problems if args.problems is not None else 500 if tiny and arithmetic else 0
     init = Path(args.init)  # a finished stage, out/NAME/sft, is named after both
-    args.out = args.out or Path("out") / (f"{init.parent.name}-{init.name}" if init.name in ("sft", "mars") else init.name)
+    name = f"{init.parent.name}-{init.name}" if init.name in ("sft", "mars") else init.name.removesuffix("-sft")
+    args.out = args.out or Path("out") / name
     given = args.steps.split(",") if args.steps else [None] * len(args.stages)
     given = given * len(args.stages) if len(given) == 1 else given
     if len(given) != len(args.stages) or any(n is not None and not (n.isdecimal() and int(n)) for n in given):
         parser.error(f"--steps {args.steps}: one whole number above 0, or one for each of {len(args.stages)} stages")
     args.steps = {stage: n and int(n) for stage, n in zip(args.stages, given)}
-    for name, least in dict(block_size=1, batch_size=1, max_len=2, data_size=1, save_every=0, ar_weight=0, lr=0, weight_decay=0).items():
-        if not getattr(args, name) >= least:
-            parser.error(f"--{name.replace('_', '-')} {getattr(args, name)}: must be at least {least}")
+    if tiny and arithmetic and args.epochs is None and args.data_size is None:
+        args.steps = {stage: n or TINY_STEPS[stage] for stage, n in args.steps.items()}
+    args.epochs = args.epochs if args.epochs is not None else 1.0
+    if args.data_size is None:
+        args.data_size = max(args.batch_size * n if n else 20_000 for n in args.steps.values())
+    at_least = dict(block_size=1, batch_size=1, max_len=2, data_size=1, save_every=0, ar_weight=0, lr=0, weight_decay=0, problems=0)
+    for option, least in at_least.items():
+        if not getattr(args, option) >= least:
+            parser.error(f"--{option.replace('_', '-')} {getattr(args, option)}: must be at least {least}")
+    if args.problems and not arithmetic:
+        parser.error(f"--problems {args.problems}: only answers to arithmetic problems can be scored here, not those of {args.data}")
     if not (args.epochs > 0 and args.clip > 0 and 0 <= args.warmup <= 1 and (args.micro_tokens is None or args.micro_tokens > 0)):
         parser.error("--epochs, --clip and --micro-tokens must be above 0, --warmup within 0..1")
-    not_the_run = ("out", "save_every", "resume", "overwrite", "quiet", "json", "device")
+    not_the_run = ("out", "save_every", "resume", "overwrite", "problems", "quiet", "json", "device")
     args.settings = {k: v for k, v in vars(args).items() if k not in not_the_run}  # equal settings make the same run
     return args
 
@@ -399,7 +418,8 @@ def parse(argv) -> argparse.Namespace:
 def run(args) -> dict:
     args.device = pick_device(args.device)
     args.dtype, reason = pick_dtype(args.device, args.dtype)
-    args.micro_tokens = args.settings["micro_tokens"] = args.micro_tokens or (16384 if args.device.type == "cuda" else 1024)
+    micro_tokens = 16384 if args.device.type == "cuda" else 4096 if args.init in TINY else 1024
+    args.micro_tokens = args.settings["micro_tokens"] = args.micro_tokens or micro_tokens
     resume = checkpoints(args)[-1:] if args.resume else []
     if args.resume and not resume:
         raise UserError(f"--resume: no STAGE-step-NNNNNN checkpoint in {args.out}")
@@ -456,9 +476,31 @@ def run(args) -> dict:
         print(f"saved   {folder}", flush=True)
     for done in checkpoints(args):
         shutil.rmtree(done)
-    show_sample(model, tokenizer, chats, stage, args, folder)
     last = json.loads((args.out / "log.jsonl").read_text(encoding="utf-8").splitlines()[-1])
-    return {"checkpoint": str(folder), "stage": stage, "steps": last["step"], "L_mask": last["L_mask"], "L_AR": last["L_AR"]}
+    result = {"checkpoint": str(folder), "stage": stage, "steps": last["step"], "L_mask": last["L_mask"], "L_AR": last["L_AR"]}
+    if args.problems:
+        result |= score(folder, tokenizer, args)
+    show_sample(model, tokenizer, chats, stage, args, folder)
+    return result
+
+
+def score(folder: Path, tokenizer, args) -> dict:
+    """Print the table of eval.quick for the saved model, beside the one it was made from, and return it."""
+    from eval.quick import measure, table
+
+    dtype, _ = pick_dtype(args.device)
+    load = lambda name: load_pretrained(name, dtype, args.device)
+    if folder.name == "sft":
+        before, after = load(folder), None
+    elif "sft" in args.stages:
+        before, after = load(args.out / "sft"), load(folder)
+    elif args.init == "scratch":
+        before, after = Qwen2(tiny_config(tokenizer)).init_weights(args.seed).to(args.device, dtype), load(folder)
+    else:
+        before, after = load(args.init), load(folder)
+    result = measure(before, after, tokenizer, args.problems, args.block_size, quiet=args.quiet)
+    print(f"\n{table(result)}", flush=True)
+    return result
 
 
 def show_sample(model, tokenizer, chats, stage: str, args, folder) -> None:
@@ -475,6 +517,7 @@ def show_sample(model, tokenizer, chats, stage: str, args, folder) -> None:
 
 def main(argv=None) -> int:
     args = parse(argv)
+    began = time.perf_counter()
     try:
         result = run(args)
     except UserError as e:
@@ -490,7 +533,7 @@ def main(argv=None) -> int:
         print(f"\nstopped; {f'the same command with --resume continues {saved[-1]}' if saved else 'no checkpoint yet'}", file=sys.stderr)
         return 130
     if args.json:
-        print(json.dumps(result))
+        print(json.dumps(result | {"seconds": time.perf_counter() - began}))
     return 0
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from data import ChatTokenizer, arithmetic, final_number, read_chats
-from decode import generate
+from decode import CACHES, MEASURES, generate
 from eval.results import provenance, write_results
 from model import UserError, load_pretrained, pick_device, pick_dtype
 
@@ -27,14 +27,14 @@ def wilson(correct: int, n: int, z: float = 1.96) -> tuple[float, float]:
     return max(0.0, middle - half), min(1.0, middle + half)
 
 
-def evaluate(model, tokenizer, chats, tau: float, block_size, batch_size: int, max_new_tokens: int, cache: str, quiet=False) -> dict:
+def evaluate(model, tokenizer, chats, tau, block_size, batch_size, max_new_tokens, cache, measure="probability", quiet=False) -> dict:
     """Answer every chat's last turn at one tau. Returns the row of the results, with the samples under "samples"."""
     samples, seconds = [], 0.0
     with tqdm(total=len(chats), desc=f"tau {tau:g}", unit="question", disable=quiet) as bar:
         for i in range(0, len(chats), batch_size):
             part = chats[i : i + batch_size]
             began = time.perf_counter()
-            done = generate(model, tokenizer, [c[:-1] for c in part], tau, block_size, max_new_tokens, cache)
+            done = generate(model, tokenizer, [c[:-1] for c in part], tau, block_size, max_new_tokens, cache, measure=measure)
             seconds += time.perf_counter() - began
             for chat, g in zip(part, done):
                 gold, said = final_number(chat[-1]["content"]), final_number(g.text)
@@ -58,7 +58,8 @@ def main(argv=None) -> int:
     add("--tau", default="1,0.95,0.9,0.8", metavar="LIST")
     add = parser.add_argument_group("how").add_argument
     add("--block-size", type=int, default=None, metavar="B")
-    add("--cache", default="cursor", choices=["cursor", "block", "none"])
+    add("--measure", default="probability", choices=MEASURES, help="of confidence (entropy: accept while <= tau nats)")
+    add("--cache", default="cursor", choices=CACHES)
     add("--batch-size", type=int, default=8, metavar="N")
     add("--max-new-tokens", type=int, default=256, metavar="N")
     add("--device", default="auto")
@@ -83,7 +84,7 @@ def main(argv=None) -> int:
         tokenizer = ChatTokenizer.from_pretrained(args.model)
         model = load_pretrained(args.model, dtype, device)
         print(f"{args.model} on {device}, {str(dtype).removeprefix('torch.')} ({reason}); {len(chats)} questions of {args.data}")
-        how = (args.block_size, args.batch_size, args.max_new_tokens, args.cache)
+        how = (args.block_size, args.batch_size, args.max_new_tokens, args.cache, args.measure)
         rows = [evaluate(model, tokenizer, chats, tau, *how) for tau in taus]
     except UserError as e:
         print(f"error: {e}", file=sys.stderr)
@@ -99,7 +100,7 @@ def main(argv=None) -> int:
         print(line.format(**r), f"{r['identical_to_first_tau']:17.2f}")
     result = {"task": args.data, "n": len(chats), "rows": rows}
     if args.out:
-        settings = {k: getattr(args, k) for k in ("model", "block_size", "cache", "batch_size", "max_new_tokens")}
+        settings = {k: getattr(args, k) for k in ("model", "block_size", "measure", "cache", "batch_size", "max_new_tokens")}
         write_results(args.out, result | {"settings": settings, "trained": tokenizer.mars, **provenance(device, dtype, args.data)})
         lines = "".join(json.dumps(s, ensure_ascii=False) + "\n" for s in samples)
         args.out.with_name(args.out.stem + ".samples.jsonl").write_text(lines, encoding="utf-8")

@@ -39,7 +39,7 @@ def tiny_model(shape="tiny", seed=0, vocab_size=512, **more) -> Qwen2:
 
 @pytest.fixture(scope="session")
 def tokenizer():
-    return arithmetic_tokenizer()
+    return arithmetic_tokenizer(512)
 
 
 @pytest.fixture()

@@ -70,14 +70,19 @@ def test_questions_from_stdin(model_dir, capsys, monkeypatch):
     """Fault: a pipe treated as a terminal."""
     monkeypatch.setattr(sys, "stdin", io.StringIO("Ada has 3 coins.\n"))
     assert ask(capsys, "--model", model_dir, "--max-new-tokens", 4)[0] == 0
-    monkeypatch.setattr(sys, "stdin", io.StringIO(""))
-    code, out = ask(capsys, "--model", model_dir)
-    assert code == 2 and "nothing to answer" in out.err
+
+
+@pytest.mark.parametrize("stdin", ["", None])
+def test_without_a_question_a_sample_is_answered(model_dir, capsys, monkeypatch, stdin):
+    """Fault: `python decode.py </dev/null`, or without any stdin (None), that fails or waits instead of showing something."""
+    monkeypatch.setattr(sys, "stdin", None if stdin is None else io.StringIO(stdin))
+    code, out = ask(capsys, "--model", model_dir, "--max-new-tokens", 4, "--json")
+    assert code == 0 and decode.SAMPLE in out.out and len(json.loads(out.out.splitlines()[-1])["generations"]) == 1
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs a pseudo terminal")
 def test_a_terminal_is_asked_for_questions(model_dir):
-    """Fault: no prompt shown, colour missing on a terminal, or no way out. Through a real pseudo terminal."""
+    """Fault: no sample, no prompt shown, colour missing on a terminal, or no way out. Through a real pseudo terminal."""
     master, slave = pty.openpty()
     env = {k: v for k, v in os.environ.items() if k != "NO_COLOR"}
     command = [sys.executable, "decode.py", "--model", str(model_dir), "--tau", "0", "--max-new-tokens", "8", "--device", "cpu"]
@@ -95,7 +100,8 @@ def test_a_terminal_is_asked_for_questions(model_dir):
         seen += chunk
     os.close(master)
     assert process.wait() == 0
-    assert b"Ask something" in seen and b"\033[38;5;" in seen and b"8 tokens, 2 forwards" in seen
+    assert b"Your turn" in seen and b"\033[38;5;" in seen and seen.count(b"8 tokens, 2 forwards") == 2
+    assert decode.SAMPLE.encode() in seen
 
 
 def test_the_newest_finished_model_is_the_default(model_dir, capsys, tmp_path, monkeypatch):

@@ -3,11 +3,14 @@
 import json
 
 import pytest
-from conftest import tiny_model
+import torch
+from conftest import ROOT, tiny_model
 
+import train
 from data import arithmetic
 from decode import generate
-from eval import exactness, run
+from eval import exactness, experiments, pictures, quick, run
+from model import UserError
 
 
 def test_wilson_interval():
@@ -77,3 +80,88 @@ def test_exactness_of_a_tiny_model(model_dir, tmp_path, capsys):
     assert exactness.main(argv) == 0
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert result["errors"] == 0 and result["transformers"]["tokens"] == 200 and len(result) == 10
+
+
+def test_before_and_after(tokenizer):
+    """Fault: rows that belong to another tau or model; a ratio that is not to the model before MARS."""
+    before, after = tiny_model(seed=1), tiny_model(seed=2)
+    result = quick.measure(before, after, tokenizer, 3, block_size=4, taus=(1.0, 0.0), repeats=1, quiet=True)
+    assert list(result["mars"]) == ["tau1", "tau0"] and result["n"] == 3
+    sft, one, all_four = result["sft"], *result["mars"].values()
+    assert sft["tokens_per_forward"] == one["tokens_per_forward"] == 1 < 3 < all_four["tokens_per_forward"] <= 4
+    assert sft["speedup"] == sft["speedup_batch16"] == 1 and all_four["speedup"] > 0
+    assert sft["identical_to_before"] == 1 > one["identical_to_before"]
+    shown = quick.table(result).splitlines()
+    assert len(shown) == 4 and shown[1].startswith("before MARS") and shown[3].startswith("MARS, tau 0")
+    only = quick.measure(before, None, tokenizer, 3, taus=(1.0,), repeats=1, quiet=True)
+    assert only["mars"] == {} and only["sft"]["accuracy"] == sft["accuracy"]
+
+
+def test_the_ratio_is_of_rates_in_the_same_round(monkeypatch, tokenizer):
+    """Fault: seconds for tokens per second, a first (cold) round that counts, a mean that one slow round spoils."""
+    clock, speed = [0.0], iter([9, 1, 1, 4, 1, 2, 1, 3])  # tokens per second of (a, b) by round; the first round only warms up
+
+    def fake(model, tokenizer, prompts, tau, *rest):
+        from decode import Generation
+
+        clock[0] += 12 / next(speed)
+        return [Generation(ids=[5] * 12)]
+
+    monkeypatch.setattr(quick, "generate", fake)
+    monkeypatch.setattr(quick.time, "perf_counter", lambda: clock[0])
+    bar = type("Bar", (), {"update": lambda self: None})()
+    assert quick.speedups([("a", 1.0), ("b", 0.9)], tokenizer, ["q"], 4, 1, 3, bar) == [1, pytest.approx(3)]
+
+
+@pytest.mark.parametrize("stages, steps", [("sft", "1"), ("mars", "1"), ("sft,mars", "1,1")])
+def test_training_ends_in_the_table(tmp_path, capsys, stages, steps):
+    """Fault: the object other programs read renamed; scored in memory instead of what was saved."""
+    argv = "--init scratch --batch-size 4 --problems 2 --quiet --json --device cpu".split()
+    has = [] if stages == "sft" else ["tau1", "tau0.95"]
+    assert train.main([*argv, "--stages", stages, "--steps", steps, "--out", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    result = json.loads(out.splitlines()[-1])
+    assert "2 unseen problems" in out and result["sft"]["accuracy"] >= 0 and result["seconds"] > 0
+    assert all({"accuracy", "tokens_per_forward", "speedup"} <= set(result["mars"][tau]) for tau in has)
+    assert bool(result["mars"]) == bool(has)
+
+
+@pytest.mark.parametrize("e", experiments.EXPERIMENTS, ids=lambda e: e.name)
+def test_every_experiment_changes_a_line_that_is_there(e):
+    """Fault: train.py moved on, and an experiment of the README measures the unchanged code."""
+    source = (ROOT / "train.py").read_text(encoding="utf-8")
+    new = experiments.changed(source, e)
+    compile(new, e.name, "exec")
+    assert (new != source) == bool(e.old)
+
+
+def test_an_experiment_without_its_line_is_refused():
+    with pytest.raises(UserError, match="must hold this line once"):
+        experiments.changed("x = 1\n", experiments.EXPERIMENTS[4])
+
+
+def test_experiments_do_what_they_say(tokenizer):
+    """Fault: a change that runs but leaves the method as it was. Looks at mask and labels of the changed code."""
+    row = train.Row(list(range(5, 17)), [(4, 12)])  # a prompt of 4, an answer of 8
+    seen = {}
+    for e in experiments.EXPERIMENTS:
+        if e.old or e.name == "as it is":
+            code = {"__name__": "changed"}
+            exec(compile(experiments.changed((ROOT / "train.py").read_text(encoding="utf-8"), e), e.name, "exec"), code)
+            torch.manual_seed(0)
+            b = code["build_streams"]([row], 4, 3, multiple=1)
+            seen[e.name] = b, code["mars_mask"](b.positions, b.starts, b.noisy)[0, 12:]
+    base, mask = seen["as it is"]
+    assert mask[0, 12:].sum() == 1 and seen["bidirectional block"][1][0, 12:].tolist() == [True] * 4 + [False] * 4
+    assert not mask[7, 8] and seen["leak"][1][7, :12].sum() == 11
+    assert base.labels[0, 12] == 10 and seen["no shift"][0].labels[0, 12:].tolist() == row.ids[4:]
+    assert 0 < (seen["random masking"][0].input_ids[0, 12:] == 3).sum() < 8 == (base.input_ids[0, 12:] == 3).sum()
+
+
+def test_pictures(model_dir, tmp_path, capsys, tokenizer):
+    """Fault: a picture that cannot be drawn again. Needs matplotlib."""
+    pytest.importorskip("matplotlib")
+    result = quick.measure(tiny_model(), tiny_model(), tokenizer, 2, 4, taus=(1.0, 0.5), repeats=1, quiet=True)
+    (tmp_path / "r.json").write_text(json.dumps(result))
+    assert pictures.main(["--model", str(model_dir), "--results", str(tmp_path / "r.json"), "--out", str(tmp_path / "p")]) == 0
+    assert {p.name for p in (tmp_path / "p").iterdir() if p.stat().st_size > 5000} == {"mask.png", "shaded.png", "curve.png"}

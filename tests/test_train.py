@@ -12,7 +12,8 @@ from data import ChatTokenizer, arithmetic, encode_rows
 from model import load_pretrained
 from train import build_streams, dual_stream_loss, learning_rate, start_mask_embedding
 
-SMALL = "--init scratch --data-size 60 --batch-size 8 --save-every 2 --quiet --device cpu --dtype float32 --micro-tokens 2048".split()
+SMALL = "--init scratch --data-size 60 --batch-size 8 --save-every 2 --problems 0 --quiet".split()
+SMALL += "--device cpu --dtype float32 --micro-tokens 2048".split()
 
 
 def run(out, *more, stages="sft,mars", steps="5,5"):

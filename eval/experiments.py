@@ -1,0 +1,117 @@
+"""The README's "change this line" experiments: each changes one line or flag, trains the tiny MARS model, and scores it.
+
+    python -m eval.experiments --out results/experiments.json                  all of them, about half an hour on two cores
+    python -m eval.experiments --only bidirectional --out results/mine.json    one
+
+A changed line is changed in a temporary copy of the code, so the working tree stays as it is.
+"""
+
+import argparse
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from eval.results import ROOT, provenance, write_results
+from model import UserError
+
+TAUS = "1,0.95,0.8,0.5"
+
+
+class Experiment(NamedTuple):
+    name: str
+    command: list[str]              # of train.py (then scored), or of eval.run on the shipped model
+    old: str = ""                   # this line of train.py, which occurs once, ...
+    new: str = ""                   # ... is changed into this one
+
+
+TRAIN = ["train.py"]
+SCORE = ["-m", "eval.run", "--model", "checkpoints/tiny-mars"]
+EXPERIMENTS = [
+    Experiment("as it is", TRAIN),
+    Experiment("longer blocks", [*TRAIN, "--block-size", "8"]),
+    Experiment("no AR loss", [*TRAIN, "--ar-weight", "0"]),
+    Experiment("blocks from position 0", [*TRAIN, "--anchor", "0"]),
+    Experiment("bidirectional block", TRAIN, "noisy_to_noisy = noisy_q & noisy_k & (start_k == start_q) & (pos_k <= pos_q)",
+               "noisy_to_noisy = noisy_q & noisy_k & (start_k == start_q)"),
+    Experiment("random masking", TRAIN, "positions[i, at : at + n] = p",
+               "positions[i, at : at + n], input_ids[i, at : at + n] = p, torch.where(torch.rand(n) < 0.5, x[start:end], mask_id)"),
+    Experiment("leak", TRAIN, "noisy_to_clean = noisy_q & ~noisy_k & (pos_k < start_q)",
+               "noisy_to_clean = noisy_q & ~noisy_k & (pos_k < pos_q)"),
+    Experiment("no shift", TRAIN, "labels[i, at : at + n - 1] = x[start + 1 : end]", "labels[i, at : at + n] = x[start:end]"),
+    Experiment("[MASK] from its untrained row", TRAIN, "start_mask_embedding(model, tokenizer)", "pass"),
+    Experiment("window of 5", [*SCORE, "--block-size", "5"]),
+    Experiment("window of 8", [*SCORE, "--block-size", "8"]),
+    Experiment("entropy", [*SCORE, "--measure", "entropy", "--tau", "0,0.1,0.4,1"]),
+    Experiment("margin", [*SCORE, "--measure", "margin", "--tau", "1,0.9,0.6,0.2"]),
+]
+
+
+def copy_of_the_code(folder: Path) -> None:
+    for path in ROOT.glob("*.py"):
+        shutil.copy(path, folder)
+    for name in ("eval", "checkpoints"):
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+
+
+def changed(source: str, e: Experiment) -> str:
+    """train.py with the experiment's line changed. Raises UserError unless the line occurs once."""
+    if e.old and source.count(f" {e.old}\n") + source.count(f" {e.old}  #") != 1:
+        raise UserError(f"experiment {e.name!r}: train.py must hold this line once: {e.old}")
+    return source.replace(f" {e.old}", f" {e.new}") if e.old else source
+
+
+def run(e: Experiment, n_problems: int, seed: int) -> list[dict]:
+    """[{"tau", "accuracy", "low", "high", "tokens_per_forward"}] of one experiment."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        copy_of_the_code(folder)
+        (folder / "train.py").write_text(changed((folder / "train.py").read_text(encoding="utf-8"), e), encoding="utf-8")
+        if e.command[0] == "train.py":
+            more = ["--seed", str(seed), "--problems", "0", "--save-every", "0", "--out", "run"]
+            subprocess.run([sys.executable, *e.command, *more], cwd=folder, check=True, stdout=subprocess.DEVNULL)
+            score = ["-m", "eval.run", "--model", "run/mars", *e.command[1:]] if "--block-size" in e.command else \
+                    ["-m", "eval.run", "--model", "run/mars"]
+        else:
+            score = e.command
+        taus = [] if "--tau" in score else ["--tau", TAUS]
+        command = [sys.executable, *score, *taus, "--limit", str(n_problems), "--batch-size", "50", "--max-new-tokens", "128", "--json"]
+        done = subprocess.run(command, cwd=folder, check=True, stdout=subprocess.PIPE, text=True)
+    return json.loads(done.stdout.splitlines()[-1])["rows"]
+
+
+def main(argv=None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser.add_argument("--only", default=None, metavar="NAME", help=" | ".join(e.name for e in EXPERIMENTS))
+    parser.add_argument("--problems", type=int, default=500, metavar="N", help="unseen problems to score on")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="results file; what it has already is not run again")
+    parser.add_argument("--json", action="store_true", help="one JSON object as the last line")
+    args = parser.parse_args(argv)
+    chosen = [e for e in EXPERIMENTS if args.only in (None, e.name) or args.only == e.name.split()[0]]
+    if not chosen:
+        parser.error(f"--only {args.only}: allowed are {', '.join(e.name for e in EXPERIMENTS)}")
+    done = json.loads(args.out.read_text(encoding="utf-8"))["experiments"] if args.out.is_file() else {}
+    try:
+        for e in chosen:
+            if e.name not in done:
+                print(f"{e.name}: python {' '.join(e.command)}{f'   with   {e.new}' if e.old else ''}", flush=True)
+                done[e.name] = {"command": e.command, "old": e.old, "new": e.new, "rows": run(e, args.problems, args.seed)}
+                settings = {"n": args.problems, "seed": args.seed}
+                write_results(args.out, {**settings, "experiments": done, **provenance("cpu", torch.float32, seed=args.seed)})
+            print("   ".join("tau {tau:g}: {accuracy:.1%} at {tokens_per_forward:.2f}".format(**r) for r in done[e.name]["rows"]))
+    except (UserError, subprocess.CalledProcessError) as e:
+        print(f"error: {e}", file=sys.stderr)
+        return 2
+    if args.json:
+        print(json.dumps({"experiments": done}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,114 @@
+"""What MARS did to a tiny model, on problems it never saw: accuracy, tokens per forward and speed, before and after.
+
+`train.py` ends with this table on arithmetic problems; the same by hand, with more of them:
+
+    python -m eval.quick --sft checkpoints/tiny-sft --mars checkpoints/tiny-mars --problems 2000
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from pathlib import Path
+
+from tqdm import tqdm
+
+from data import ChatTokenizer, arithmetic
+from decode import generate
+from eval.results import provenance, write_results
+from eval.run import evaluate
+from model import UserError, load_pretrained, pick_device, pick_dtype
+
+TAUS = (1.0, 0.95, 0.9, 0.8, 0.7, 0.6, 0.5)
+MAX_NEW_TOKENS = 128  # the longest answer has 80
+
+
+def speedups(modes, tokenizer, questions, block_size, batch_size: int, repeats: int, bar) -> list[float]:
+    """Tokens per second of every mode over those of the first: the median of `repeats` ratios, each of one interleaved round.
+
+    modes: [(model, tau)]. Prefill is part of the time; only committed tokens count.
+    """
+    ratios = []
+    for repeat in range(repeats + 1):  # the first round only warms up
+        rates = []
+        for model, tau in modes:
+            began, n = time.perf_counter(), 0
+            for i in range(0, len(questions) if repeat else batch_size, batch_size):
+                done = generate(model, tokenizer, questions[i : i + batch_size], tau, block_size, MAX_NEW_TOKENS)
+                n += sum(len(g.ids) for g in done)
+            rates.append(n / (time.perf_counter() - began))
+            bar.update()
+        ratios.append([rate / rates[0] for rate in rates])
+    return [statistics.median(column) for column in zip(*ratios[1:])]
+
+
+def measure(sft, mars, tokenizer, n_problems: int, block_size=None, taus=TAUS, repeats: int = 3, quiet: bool = False) -> dict:
+    """Score both models on the first n_problems of the test split, and time them at batch 1 and 16.
+
+    sft: the model before MARS, decoded one token at a time. mars: the model after, at every tau (or None). Returns {"sft": {...},
+    "mars": {"tau1": {"accuracy", "low", "high", "tokens_per_forward", "speedup", "speedup_batch16", "identical_to_before"}, ...}}.
+    """
+    problems = arithmetic("test", n_problems)
+    chats, questions = [p.messages() for p in problems], [p.question for p in problems]
+    modes = [(sft, 1.0), *((mars, tau) for tau in taus if mars is not None)]
+    rows = []
+    with tqdm(modes, desc="scoring", unit="run", disable=quiet, leave=False, dynamic_ncols=True) as bar:
+        for model, tau in bar:
+            rows.append(evaluate(model, tokenizer, chats, tau, block_size, 50, MAX_NEW_TOKENS, "cursor", quiet=True))
+    rounds = 2 * len(modes) * (repeats + 1)
+    with tqdm(total=rounds, desc="timing", unit="run", disable=quiet, leave=False, dynamic_ncols=True) as bar:
+        alone = speedups(modes, tokenizer, questions[:12], block_size, 1, repeats, bar)
+        batched = speedups(modes, tokenizer, questions[:48], block_size, 16, repeats, bar)
+    samples = [row.pop("samples") for row in rows]
+    for row, said, a, b in zip(rows, samples, alone, batched):
+        row |= {"speedup": a, "speedup_batch16": b}
+        row["identical_to_before"] = sum(x["ids"] == y["ids"] for x, y in zip(said, samples[0])) / n_problems
+    return {"n": n_problems, "sft": rows[0], "mars": {f"tau{tau:g}": row for tau, row in zip(taus, rows[1:])}}
+
+
+def table(result: dict) -> str:
+    """The result of `measure`, as it is printed."""
+    lines = [f"{result['n']} unseen problems      right  95 % interval   tokens/forward   speed-up at batch 1    at batch 16"]
+    for name, r in [("before MARS", result["sft"]), *((f"MARS, tau {r['tau']:g}", r) for r in result["mars"].values())]:
+        lines.append(f"{name:22}{r['accuracy']:9.1%}  {r['low']:.1%} .. {r['high']:.1%}{r['tokens_per_forward']:14.2f}"
+                     f"{r['speedup']:20.2f}x{r['speedup_batch16']:14.2f}x")
+    return "\n".join(lines)
+
+
+def main(argv=None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser.add_argument("--sft", required=True, metavar="DIR", help="the model before MARS")
+    parser.add_argument("--mars", required=True, metavar="DIR", help="the model after MARS")
+    parser.add_argument("--problems", type=int, default=500, metavar="N")
+    parser.add_argument("--block-size", type=int, default=None, metavar="B", help="candidates per forward (default: as trained)")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16"])
+    parser.add_argument("--out", type=Path, default=None, metavar="FILE", help="results file")
+    parser.add_argument("--json", action="store_true", help="one JSON object as the last line")
+    args = parser.parse_args(argv)
+    if args.problems < 1:
+        parser.error(f"--problems {args.problems}: must be at least 1")
+    try:
+        began = time.perf_counter()
+        device = pick_device(args.device)
+        dtype, reason = pick_dtype(device, args.dtype)
+        tokenizer = ChatTokenizer.from_pretrained(args.mars)
+        sft, mars = (load_pretrained(folder, dtype, device) for folder in (args.sft, args.mars))
+        print(f"{args.sft} and {args.mars} on {device}, {str(dtype).removeprefix('torch.')} ({reason})", flush=True)
+        result = measure(sft, mars, tokenizer, args.problems, args.block_size)
+    except UserError as e:
+        print(f"error: {e}", file=sys.stderr)
+        return 2
+    result["seconds"] = time.perf_counter() - began
+    print(table(result))
+    if args.out:
+        settings = {"sft": args.sft, "mars": args.mars, "block_size": args.block_size}
+        write_results(args.out, result | {"settings": settings, "trained": tokenizer.mars, **provenance(device, dtype, "arithmetic")})
+    if args.json:
+        print(json.dumps(result))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
