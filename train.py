@@ -197,7 +197,7 @@ def optimizer_step(model, optimizer, rows: list[Row], block_size, mask_id: int, 
     record = {"L_mask": total_mask / max(1, n_mask) if block_size else None, "L_AR": total_ar / n_ar}
     record["grad_norm"] = torch.nn.utils.clip_grad_norm_(model.parameters(), args.clip).item()
     if not math.isfinite(record["grad_norm"]):
-        raise UserError(f"training diverged: {record}; lower --lr (now {args.lr:g}), or --dtype float32")
+        raise UserError(f"training diverged: {record}; lower --lr (now {optimizer.param_groups[0]['lr']:g}), or --dtype float32")
     optimizer.step()
     optimizer.zero_grad(set_to_none=False)  # gradients keep their memory from step to step
     n_tokens = sum(sum(n_streamed(r, block_size)) for r in rows)
@@ -207,7 +207,8 @@ def optimizer_step(model, optimizer, rows: list[Row], block_size, mask_id: int, 
 def train_stage(stage: str, model, tokenizer, rows: list[Row], args, state: dict | None = None) -> None:
     """Train `model` in place for one stage ("sft" or "mars"), logging and saving as it goes; from `state` when resuming."""
     block_size = args.block_size if stage == "mars" else None
-    per_epoch = math.ceil(len(rows) / args.batch_size)
+    batch_size, peak = args.batch_size[stage], args.lr[stage]
+    per_epoch = math.ceil(len(rows) / batch_size)
     total = args.steps[stage] or math.ceil(args.epochs * per_epoch)
     fused = args.device.type in ("cuda", "cpu")
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, betas=(0.9, 0.95), weight_decay=args.weight_decay, fused=fused)
@@ -218,8 +219,8 @@ def train_stage(stage: str, model, tokenizer, rows: list[Row], args, state: dict
     elif stage == "mars" and not args.keep_mask:
         start_mask_embedding(model, tokenizer)
     model.train()
-    seconds = estimate_seconds(model, rows, block_size, tokenizer.mask_id, args) * (total - first)
-    print(f"{stage:7} {total - first} steps, {total / per_epoch:.2f} epochs of {len(rows)} chats, "
+    seconds = estimate_seconds(model, rows, block_size, batch_size, tokenizer.mask_id, args) * (total - first)
+    print(f"{stage:7} {total - first} steps of {batch_size} chats, {total / per_epoch:.2f} epochs, lr {peak:g}, "
           f"about {tqdm.format_interval(seconds)}", flush=True)
     lengths = [len(r.ids) for r in rows]
     bar = tqdm(range(first, total), initial=first, total=total, desc=stage, unit="step", disable=args.quiet, dynamic_ncols=True)
@@ -227,8 +228,8 @@ def train_stage(stage: str, model, tokenizer, rows: list[Row], args, state: dict
         began = time.perf_counter()
         epoch, at = divmod(step, per_epoch)
         if step == first or at == 0:
-            steps = epoch_steps(lengths, args.batch_size, args.seed, epoch)
-        lr = optimizer.param_groups[0]["lr"] = learning_rate(step, total, args.lr, args.warmup)
+            steps = epoch_steps(lengths, batch_size, args.seed, epoch)
+        lr = optimizer.param_groups[0]["lr"] = learning_rate(step, total, peak, args.warmup)
         record = optimizer_step(model, optimizer, [rows[i] for i in steps[at]], block_size, tokenizer.mask_id, args)
         took = time.perf_counter() - began
         record = {"stage": stage, "step": step + 1, **record, "lr": lr, "seconds": took, **memory_mb(args.device)}
@@ -249,9 +250,9 @@ def start_mask_embedding(model, tokenizer) -> None:
     embed[tokenizer.mask_id] = embed[: tokenizer.n_tokens].float().mean(0)
 
 
-def estimate_seconds(model, rows: list[Row], block_size, mask_id: int, args) -> float:
+def estimate_seconds(model, rows: list[Row], block_size, batch_size: int, mask_id: int, args) -> float:
     """Seconds per optimizer step, from one timed forward and backward of a full group (gradients are dropped)."""
-    some = rows[:: max(1, len(rows) // args.batch_size)][: args.batch_size]
+    some = rows[:: max(1, len(rows) // batch_size)][:batch_size]
     group = groups_of(some, block_size, args)[-1]
     for timed in (group[:1], group):  # the first only warms up
         batch = build_streams(timed, block_size, mask_id, args.anchor).to(args.device)
@@ -263,7 +264,7 @@ def estimate_seconds(model, rows: list[Row], block_size, mask_id: int, args) -> 
         took = time.perf_counter() - began
     model.zero_grad(set_to_none=True)
     mean = sum(sum(n_streamed(r, block_size)) for r in rows) / len(rows)
-    return took / batch.input_ids.numel() * args.batch_size * mean
+    return took / batch.input_ids.numel() * batch_size * mean
 
 
 # ----------------------------------------------------------------------------------------------------- checkpoints
@@ -332,7 +333,8 @@ def memory_gb(config: ModelConfig, n_params: int, args) -> float:
 
 
 TINY = ("scratch", "tiny-sft")             # values of --init that mean the tiny model, before and after its SFT
-TINY_STEPS = {"sft": 3750, "mars": 400}
+TINY_STAGES = {"sft": {"steps": 3750, "batch_size": 16, "lr": 1e-3}, "mars": {"steps": 1000, "batch_size": 8, "lr": 5e-4}}
+STAGE = {"steps": None, "batch_size": 16, "lr": 5e-5}  # of other models
 
 
 def tiny_config(tokenizer) -> ModelConfig:
@@ -340,6 +342,19 @@ def tiny_config(tokenizer) -> ModelConfig:
     sizes = dict(hidden_size=128, intermediate_size=384, num_hidden_layers=5, num_attention_heads=4, num_key_value_heads=4)
     more = dict(max_position_embeddings=1024, rope_theta=1e4, initializer_range=0.08)  # 0.02 takes twice the steps at this width
     return ModelConfig(vocab_size=tokenizer.n_tokens, **sizes, **more)
+
+
+def per_stage(parser, stages, option: str, text: str | None, kind, least) -> dict:
+    """{stage: value} of an option that takes one value for all stages or one for each; {} when it was not given."""
+    try:
+        values = [kind(v) for v in text.split(",")] if text else []
+    except ValueError:
+        values = [float("nan")]
+    values = values * len(stages) if len(values) == 1 else values
+    if values and not (len(values) == len(stages) and all(v >= least for v in values)):
+        what = "a whole number" if kind is int else "a number"
+        parser.error(f"--{option.replace('_', '-')} {text}: {what} of at least {least}, or one for each stage ({', '.join(stages)})")
+    return dict(zip(stages, values))
 
 
 def parse(argv) -> argparse.Namespace:
@@ -356,11 +371,11 @@ def parse(argv) -> argparse.Namespace:
     add("--ar-weight", type=float, default=1.0, metavar="W", help="L = L_mask + W * L_AR; 0 = the paper's 'w/o SFT loss'")
     add("--anchor", type=int, default=None, metavar="P", help="count blocks from position P (default: each answer's start; the authors: 0)")
     add = parser.add_argument_group("optimizer").add_argument
-    add("--batch-size", type=int, default=16, metavar="CHATS", help="chats per optimizer step")
+    tiny = lambda name: "tiny models: " + ", ".join(f"{stage} {of[name]:g}" for stage, of in TINY_STAGES.items())
+    add("--batch-size", default=None, metavar="N[,N]", help=f"chats per optimizer step, of each stage (default 16; {tiny('batch_size')})")
     add("--epochs", type=float, default=None, metavar="E", help="per stage (default 1)")
-    add("--steps", default=None, metavar="N[,N]", help="optimizer steps per stage, instead of --epochs "
-        f"(the tiny models' default: sft {TINY_STEPS['sft']}, mars {TINY_STEPS['mars']})")
-    add("--lr", type=float, default=None, help="peak learning rate (default 5e-5; for the tiny models 1e-3)")
+    add("--steps", default=None, metavar="N[,N]", help=f"optimizer steps of each stage, instead of --epochs (default of {tiny('steps')})")
+    add("--lr", default=None, metavar="LR[,LR]", help=f"peak learning rate of each stage (default 5e-5; {tiny('lr')})")
     add("--warmup", type=float, default=0.03, metavar="SHARE", help="share of the steps with rising lr; a cosine to 0 follows")
     add("--weight-decay", type=float, default=0.0)
     add("--clip", type=float, default=1.0, metavar="NORM", help="gradient norm limit")
@@ -376,7 +391,7 @@ def parse(argv) -> argparse.Namespace:
     add("--resume", action="store_true", help="continue the newest checkpoint in --out; give the same options again")
     add("--overwrite", action="store_true", help="replace what --out holds")
     add("--problems", type=int, default=None, metavar="N", help="score the result on N unseen arithmetic problems "
-        "(default 500 for the tiny models)")
+        "(default 300 for the tiny models)")
     add("--quiet", action="store_true", help="no progress bar")
     add("--json", action="store_true", help="one JSON object as the last line")
     args = parser.parse_args(argv)
@@ -387,22 +402,20 @@ def parse(argv) -> argparse.Namespace:
         parser.error(f"--stages {','.join(args.stages)}: allowed are sft, mars, and sft,mars")
     args.data = args.data or ("arithmetic" if tiny else "gsm8k")
     arithmetic = args.data == "arithmetic"
-    args.lr = args.lr if args.lr is not None else 1e-3 if tiny else 5e-5
-    args.problems = args.problems if args.problems is not None else 500 if tiny and arithmetic else 0
+    args.problems = args.problems if args.problems is not None else 300 if tiny and arithmetic else 0
     init = Path(args.init)  # a finished stage, out/NAME/sft, is named after both
     name = f"{init.parent.name}-{init.name}" if init.name in ("sft", "mars") else init.name.removesuffix("-sft")
     args.out = args.out or Path("out") / name
-    given = args.steps.split(",") if args.steps else [None] * len(args.stages)
-    given = given * len(args.stages) if len(given) == 1 else given
-    if len(given) != len(args.stages) or any(n is not None and not (n.isdecimal() and int(n)) for n in given):
-        parser.error(f"--steps {args.steps}: one whole number above 0, or one for each of {len(args.stages)} stages")
-    args.steps = {stage: n and int(n) for stage, n in zip(args.stages, given)}
-    if tiny and arithmetic and args.epochs is None and args.data_size is None:
-        args.steps = {stage: n or TINY_STEPS[stage] for stage, n in args.steps.items()}
+    defaults = {stage: TINY_STAGES[stage] if tiny else STAGE for stage in args.stages}
+    if not arithmetic or args.epochs is not None or args.data_size is not None:
+        defaults = {stage: {**of, "steps": None} for stage, of in defaults.items()}  # then the data says how many
+    for option, kind, least in (("steps", int, 1), ("batch_size", int, 1), ("lr", float, 0)):
+        given = per_stage(parser, args.stages, option, getattr(args, option), kind, least)
+        setattr(args, option, given or {stage: of[option] for stage, of in defaults.items()})
     args.epochs = args.epochs if args.epochs is not None else 1.0
     if args.data_size is None:
-        args.data_size = max(args.batch_size * n if n else 20_000 for n in args.steps.values())
-    at_least = dict(block_size=1, batch_size=1, max_len=2, data_size=1, save_every=0, ar_weight=0, lr=0, weight_decay=0, problems=0)
+        args.data_size = max(n * args.batch_size[stage] if n else 20_000 for stage, n in args.steps.items())
+    at_least = dict(block_size=1, max_len=2, data_size=1, save_every=0, ar_weight=0, weight_decay=0, problems=0)
     for option, least in at_least.items():
         if not getattr(args, option) >= least:
             parser.error(f"--{option.replace('_', '-')} {getattr(args, option)}: must be at least {least}")
@@ -452,8 +465,7 @@ def run(args) -> dict:
     print(f"data    {args.data}: {len(rows)} chats, {n_tokens:,} tokens, {n_targets:,} of them to learn")
     for what, n in cut.items():
         print(f"        {n} chats {what}")
-    print(f"train   {' then '.join(args.stages)}; B={args.block_size}, ar_weight {args.ar_weight:g}, lr {args.lr:g}, "
-          f"{args.batch_size} chats a step, seed {args.seed}")
+    print(f"train   {' then '.join(args.stages)}; B={args.block_size}, ar_weight {args.ar_weight:g}, seed {args.seed}")
     print(f"device  {args.device}, {str(args.dtype).removeprefix('torch.')} ({reason}); about "
           f"{memory_gb(model.config, n_params, args):.1f} GB with {args.micro_tokens} tokens at once")
     print(f"output  {args.out}/", flush=True)
@@ -512,7 +524,8 @@ def show_sample(model, tokenizer, chats, stage: str, args, folder) -> None:
     if question is not None and len(tokenizer.encode_prompt(question)) < model.config.max_position_embeddings:
         [done] = generate(model, tokenizer, [question], tau, args.block_size, 64, on_text=lambda row, text, n: parts.append((text, n)))
         print(f"\n{question}\n{shade(parts)}\n({len(done.ids)} tokens in {done.n_forward} forwards at tau {tau:g})")
-    print(f"\nnext: python decode.py --model {folder} --tau {tau:g}{' --compare' if stage == 'mars' else ''}")
+    where = "" if args.out.parent == Path("out") else f" --model {folder}"  # decode.py takes the newest under out/
+    print(f"\nnext: python decode.py{where} --tau {tau:g}{' --compare' if stage == 'mars' else ''}")
 
 
 def main(argv=None) -> int:

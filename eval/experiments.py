@@ -75,14 +75,26 @@ def run(e: Experiment, n_problems: int, seed: int) -> list[dict]:
         if e.command[0] == "train.py":
             more = ["--seed", str(seed), "--problems", "0", "--save-every", "0", "--out", "run"]
             subprocess.run([sys.executable, *e.command, *more], cwd=folder, check=True, stdout=subprocess.DEVNULL)
-            score = ["-m", "eval.run", "--model", "run/mars", *e.command[1:]] if "--block-size" in e.command else \
-                    ["-m", "eval.run", "--model", "run/mars"]
+            score = ["-m", "eval.run", "--model", "run/mars"]  # its window: as trained
         else:
             score = e.command
         taus = [] if "--tau" in score else ["--tau", TAUS]
         command = [sys.executable, *score, *taus, "--limit", str(n_problems), "--batch-size", "50", "--max-new-tokens", "128", "--json"]
         done = subprocess.run(command, cwd=folder, check=True, stdout=subprocess.PIPE, text=True)
     return json.loads(done.stdout.splitlines()[-1])["rows"]
+
+
+def table(done: dict) -> str:
+    """The README's table."""
+    taus = [float(tau) for tau in TAUS.split(",")]
+    lines = ["| try | change | " + " | ".join(f"tau {tau:g}" for tau in taus) + " |", "|---|---|" + "---|" * len(taus)]
+    for name, e in done.items():
+        flags = " ".join(e["command"][len(TRAIN if e["command"][0] == "train.py" else SCORE) :])
+        change = f"`{e['new']}`" if e["new"] else f"`{flags}`" if flags else ""
+        label = "" if [r["tau"] for r in e["rows"]] == taus else "{tau:g}: "
+        cells = [(label + "{right:.1f} % at {tokens_per_forward:.2f}").format(right=100 * r["accuracy"], **r) for r in e["rows"]]
+        lines.append(f"| {name} | {change} | {' | '.join(cells)} |")
+    return "\n".join(lines)
 
 
 def main(argv=None) -> int:
@@ -104,7 +116,9 @@ def main(argv=None) -> int:
                 done[e.name] = {"command": e.command, "old": e.old, "new": e.new, "rows": run(e, args.problems, args.seed)}
                 settings = {"n": args.problems, "seed": args.seed}
                 write_results(args.out, {**settings, "experiments": done, **provenance("cpu", torch.float32, seed=args.seed)})
-            print("   ".join("tau {tau:g}: {accuracy:.1%} at {tokens_per_forward:.2f}".format(**r) for r in done[e.name]["rows"]))
+            shown = "tau {tau:g}: {accuracy:.1%} at {tokens_per_forward:.2f}"
+            print("   ".join(shown.format(**r) for r in done[e.name]["rows"]), flush=True)
+        print(table(done))
     except (UserError, subprocess.CalledProcessError) as e:
         print(f"error: {e}", file=sys.stderr)
         return 2

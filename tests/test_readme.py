@@ -66,13 +66,32 @@ def test_every_command_runs(model_dir, tmp_path, monkeypatch, capsys):
         assert importlib.import_module(name.removesuffix(".py")).main([*argv, *SHORTER[name].split()]) == 0, (line, capsys.readouterr().err)
 
 
+def test_the_python_example_runs(capsys):
+    """Fault: an example that no longer fits the functions."""
+    for code in re.findall(r"```python\n(.*?)```", README, re.DOTALL):
+        exec(code, {})
+    assert "####" in capsys.readouterr().out
+
+
 def test_every_function_and_file_named_is_there():
     """Fault: the equation table points to a function that was renamed; a results file that was never committed."""
     for module, name in re.findall(r"`(train|decode|model|kvcache|data)\.([A-Za-z_]+)`", README):
         if name != "py":
             assert re.search(rf"^(def|class) {name}\b", (ROOT / f"{module}.py").read_text(encoding="utf-8"), re.MULTILINE), name
-    for path in re.findall(r"`((?:results|eval|tests)/[\w./-]+)`", README):
+    for path in re.findall(r"`((?:results|eval|tests|checkpoints)/[\w./-]+)`", README):
         assert (ROOT / path).exists(), path
+    for path in re.findall(r"!\[[^]]*\]\(([^)]+)\)", README):
+        assert (ROOT / path).is_file(), path
+
+
+def test_every_experiment_is_in_the_table_as_it_was_run():
+    """Fault: a row of the README that nothing measured, or whose line is not the one that was changed."""
+    measured = json.loads((ROOT / "results" / "experiments.json").read_text(encoding="utf-8"))["experiments"]
+    for e in experiments.EXPERIMENTS:
+        assert (measured[e.name]["command"], measured[e.name]["old"], measured[e.name]["new"]) == (e.command, e.old, e.new)
+        [line] = [line for line in README.splitlines() if line.startswith(f"| {e.name} |")]
+        for r in measured[e.name]["rows"]:
+            assert f"{100 * r['accuracy']:.1f} % at {r['tokens_per_forward']:.2f}" in line, (e.name, r)
 
 
 def test_the_mask_picture_is_the_mask():
