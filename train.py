@@ -4,7 +4,7 @@
     noisy   [M] at every answer token  in blocks of B; the mask at position t also predicts x[t+1]    -> L_mask
 
 and L = L_mask + ar_weight * L_AR. Files go to --out: log.jsonl, one Hugging Face folder per finished stage (sft/, mars/),
-and STAGE-step-NNNNNN/ to resume from.
+STAGE-step-NNNNNN/ to resume from, and at the end result.json.
 
     python train.py                                        MARS for the shipped tiny model, on generated problems: minutes
     python train.py --init scratch --stages sft,mars       the same from nothing
@@ -29,7 +29,7 @@ from tqdm import tqdm
 
 from data import ChatTokenizer, Row, arithmetic_tokenizer, encode_rows, epoch_steps, load_chats, micro_batches
 from model import HUB_NAMES, ModelConfig, Qwen2, UserError, is_out_of_memory, load_pretrained
-from model import pick_device, pick_dtype, replace_folder, save_pretrained
+from model import pick_device, pick_dtype, replace_folder, save_pretrained, write_json
 
 IGNORE = -100  # label of a position that predicts nothing
 
@@ -429,6 +429,7 @@ def parse(argv) -> argparse.Namespace:
 
 
 def run(args) -> dict:
+    args.began = time.perf_counter()
     args.device = pick_device(args.device)
     args.dtype, reason = pick_dtype(args.device, args.dtype)
     micro_tokens = 16384 if args.device.type == "cuda" else 4096 if args.init in TINY else 1024
@@ -479,7 +480,8 @@ def run(args) -> dict:
         args.keep_mask, args.save_dtype = state["keep_mask"], state["save_dtype"]
     else:
         about = {"settings": args.settings, "command": sys.argv, "device": str(args.device), "dtype": str(args.dtype),
-                 "torch": torch.__version__, "python": platform.python_version(), "machine": platform.machine()}
+                 "torch": torch.__version__, "python": platform.python_version(),
+                 "machine": f"{platform.machine()}, {torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}"}
         (args.out / "log.jsonl").write_text(json.dumps(about) + "\n", encoding="utf-8")
     for stage in args.stages[args.stages.index(state["stage"]) if state else 0 :]:
         train_stage(stage, model, tokenizer, rows, args, state)
@@ -488,10 +490,13 @@ def run(args) -> dict:
         print(f"saved   {folder}", flush=True)
     for done in checkpoints(args):
         shutil.rmtree(done)
-    last = json.loads((args.out / "log.jsonl").read_text(encoding="utf-8").splitlines()[-1])
+    lines = (args.out / "log.jsonl").read_text(encoding="utf-8").splitlines()
+    about, last = json.loads(lines[0]), json.loads(lines[-1])
     result = {"checkpoint": str(folder), "stage": stage, "steps": last["step"], "L_mask": last["L_mask"], "L_AR": last["L_AR"]}
     if args.problems:
         result |= score(folder, tokenizer, args)
+    result["seconds"] = time.perf_counter() - args.began
+    write_json(args.out / "result.json", result | about)
     show_sample(model, tokenizer, chats, stage, args, folder)
     return result
 
@@ -530,7 +535,6 @@ def show_sample(model, tokenizer, chats, stage: str, args, folder) -> None:
 
 def main(argv=None) -> int:
     args = parse(argv)
-    began = time.perf_counter()
     try:
         result = run(args)
     except UserError as e:
@@ -546,7 +550,7 @@ def main(argv=None) -> int:
         print(f"\nstopped; {f'the same command with --resume continues {saved[-1]}' if saved else 'no checkpoint yet'}", file=sys.stderr)
         return 130
     if args.json:
-        print(json.dumps(result | {"seconds": time.perf_counter() - began}))
+        print(json.dumps(result))
     return 0
 
 

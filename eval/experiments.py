@@ -1,13 +1,14 @@
 """The README's "change this line" experiments: each changes one line or flag, trains the tiny MARS model, and scores it.
 
     python -m eval.experiments --out results/experiments.json                  all of them, about half an hour on two cores
-    python -m eval.experiments --only bidirectional --out results/mine.json    one
+    python -m eval.experiments --only leak --out out/leak.json                 one
 
 A changed line is changed in a temporary copy of the code, so the working tree stays as it is.
 """
 
 import argparse
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -61,9 +62,12 @@ def copy_of_the_code(folder: Path) -> None:
 
 def changed(source: str, e: Experiment) -> str:
     """train.py with the experiment's line changed. Raises UserError unless the line occurs once."""
-    if e.old and source.count(f" {e.old}\n") + source.count(f" {e.old}  #") != 1:
+    if not e.old:
+        return source
+    new, n = re.subn(rf"(?m)^( +){re.escape(e.old)}(?= *(?:#.*)?$)", lambda m: m[1] + e.new, source)
+    if n != 1:
         raise UserError(f"experiment {e.name!r}: train.py must hold this line once: {e.old}")
-    return source.replace(f" {e.old}", f" {e.new}") if e.old else source
+    return new
 
 
 def run(e: Experiment, n_problems: int, seed: int) -> list[dict]:
@@ -99,21 +103,28 @@ def table(done: dict) -> str:
 
 def main(argv=None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
-    parser.add_argument("--only", default=None, metavar="NAME", help=" | ".join(e.name for e in EXPERIMENTS))
+    parser.add_argument("--only", default=None, metavar="NAME[,NAME]", help=", ".join(e.name for e in EXPERIMENTS))
     parser.add_argument("--problems", type=int, default=500, metavar="N", help="unseen problems to score on")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="results file; what it has already is not run again")
     parser.add_argument("--json", action="store_true", help="one JSON object as the last line")
     args = parser.parse_args(argv)
-    chosen = [e for e in EXPERIMENTS if args.only in (None, e.name) or args.only == e.name.split()[0]]
-    if not chosen:
-        parser.error(f"--only {args.only}: allowed are {', '.join(e.name for e in EXPERIMENTS)}")
-    done = json.loads(args.out.read_text(encoding="utf-8"))["experiments"] if args.out.is_file() else {}
+    names = [e.name for e in EXPERIMENTS]
+    only = args.only.split(",") if args.only else names
+    if unknown := [name for name in only if name not in names]:
+        parser.error(f"--only {', '.join(unknown)}: allowed are {', '.join(names)}")
+
+    def finished() -> dict:  # read anew each time: two processes may share the file
+        done = json.loads(args.out.read_text(encoding="utf-8"))["experiments"] if args.out.is_file() else {}
+        return {name: done[name] for name in names if name in done}
+
+    done = finished()
     try:
-        for e in chosen:
+        for e in (e for e in EXPERIMENTS if e.name in only):
             if e.name not in done:
                 print(f"{e.name}: python {' '.join(e.command)}{f'   with   {e.new}' if e.old else ''}", flush=True)
-                done[e.name] = {"command": e.command, "old": e.old, "new": e.new, "rows": run(e, args.problems, args.seed)}
+                rows = run(e, args.problems, args.seed)
+                done = finished() | {e.name: {"command": e.command, "old": e.old, "new": e.new, "rows": rows}}
                 settings = {"n": args.problems, "seed": args.seed}
                 write_results(args.out, {**settings, "experiments": done, **provenance("cpu", torch.float32, seed=args.seed)})
             shown = "tau {tau:g}: {accuracy:.1%} at {tokens_per_forward:.2f}"

@@ -6,6 +6,7 @@
 import argparse
 import json
 import sys
+import warnings
 from pathlib import Path
 
 import torch
@@ -33,7 +34,7 @@ def draw_mask(plt, path: Path, prompt: int = 4, answer: int = 8, block_size: int
     from matplotlib.patches import Patch
 
     T = len(positions)
-    ax.imshow(shown, cmap=ListedColormap(colours), vmin=0, vmax=3)
+    ax.imshow(shown.numpy(), cmap=ListedColormap(colours), vmin=0, vmax=3)
     ax.set_xticks(range(T), names, fontsize=8)
     ax.set_yticks(range(T), names, fontsize=8)
     ax.tick_params(length=0, labeltop=True, labelbottom=False)
@@ -65,7 +66,7 @@ def draw_shaded(plt, path: Path, rows: list[tuple[str, list]]) -> None:
     ax.axis("off")
     y = 0
     for title, parts in rows:
-        ax.text(0, y + 0.5, title, fontsize=9, fontweight="bold", va="center", family="monospace")
+        ax.text(0, y + 0.5, title, fontsize=11, fontweight="bold", va="center", family="monospace")
         x, y = 0, y + 1
         for text, n in parts:
             for line, piece in enumerate(text.split("\n")):
@@ -75,7 +76,7 @@ def draw_shaded(plt, path: Path, rows: list[tuple[str, list]]) -> None:
                     paper = BLUES[min(n, 5)]
                     ax.add_patch(plt.Rectangle((x + 0.06, y + 0.08), len(piece) - 0.12, 0.84, facecolor=paper, edgecolor="none"))
                 for i, char in enumerate(piece):
-                    ax.text(x + i + 0.5, y + 0.5, char, fontsize=9, family="monospace", ha="center", va="center",
+                    ax.text(x + i + 0.5, y + 0.5, char, fontsize=11.5, family="monospace", ha="center", va="center",
                             color="white" if n >= 4 else "black")
                 x += len(piece)
         y += 2
@@ -116,6 +117,7 @@ def main(argv=None) -> int:
         except ImportError:
             raise UserError("pictures need matplotlib: pip install matplotlib") from None
         matplotlib.use("Agg")
+        warnings.filterwarnings("ignore", message="Glyph")  # a character the font lacks is drawn as a box
         import matplotlib.pyplot as plt
 
         model, tokenizer = load_pretrained(args.model, torch.float32), ChatTokenizer.from_pretrained(args.model)

@@ -213,7 +213,8 @@ def test_data_errors(model_dir, tmp_path, capsys, content, expected):
 
 
 @pytest.mark.parametrize("argv", [
-    ["--stages", "mars,sft"], ["--steps", "1,2,3"], ["--steps", "x"], ["--steps", "0"], ["--block-size", "0"], ["--warmup", "2"],
+    ["--stages", "mars,sft"], ["--steps", "1,2,3"], ["--steps", "x"], ["--steps", "0"], ["--batch-size", "0"], ["--lr", "1,2,3"],
+    ["--problems", "-1"], ["--problems", "5", "--data", "chats.jsonl"], ["--block-size", "0"], ["--warmup", "2"],
     ["--lr", "nan"], ["--clip", "0"], ["--no-such-flag"], ["--ini", "scratch"],
 ])
 def test_train_refuses_what_it_does_not_know(argv, capsys):

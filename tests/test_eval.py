@@ -40,7 +40,7 @@ def test_right_answers_count_as_right(model_dir, monkeypatch):
     problems = arithmetic("test", 4)
     said = [p.answer for p in problems[:3]] + ["no number"]
 
-    def fake(model, tokenizer, prompts, *a):
+    def fake(model, tokenizer, prompts, *a, **more):
         from decode import Generation
 
         return [Generation(ids=[5], text=said.pop(0), n_forward=1, accepted=[1]) for _ in prompts]
@@ -122,6 +122,8 @@ def test_training_ends_in_the_table(tmp_path, capsys, stages, steps):
     out = capsys.readouterr().out
     result = json.loads(out.splitlines()[-1])
     assert "2 unseen problems" in out and result["sft"]["accuracy"] >= 0 and result["seconds"] > 0
+    written = json.loads((tmp_path / "result.json").read_text())
+    assert {k: written[k] for k in result} == result and {"command", "torch", "machine", "dtype", "settings"} <= set(written)
     assert all({"accuracy", "tokens_per_forward", "speedup"} <= set(result["mars"][tau]) for tau in has)
     assert bool(result["mars"]) == bool(has)
 

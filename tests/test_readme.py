@@ -15,7 +15,7 @@ from data import arithmetic
 from eval import experiments
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-LINES = [line for block in re.findall(r"```sh\n(.*?)```", README, re.DOTALL) for line in block.splitlines() if line.strip()]
+LINES = [line.strip() for block in re.findall(r"```sh\n(.*?)```", README, re.DOTALL) for line in block.splitlines() if line.strip()]
 
 
 def test_the_readme_shows_commands():

@@ -13,7 +13,7 @@ from model import load_pretrained
 from train import build_streams, dual_stream_loss, learning_rate, start_mask_embedding
 
 SMALL = "--init scratch --data-size 60 --batch-size 8 --save-every 2 --problems 0 --quiet".split()
-SMALL += "--device cpu --dtype float32 --micro-tokens 2048".split()
+SMALL += "--lr 2e-3 --device cpu --dtype float32 --micro-tokens 2048".split()
 
 
 def run(out, *more, stages="sft,mars", steps="5,5"):
@@ -63,7 +63,7 @@ def test_resume_repeats_the_run_to_the_last_bit(straight, tmp_path, monkeypatch,
     assert losses(tmp_path) == losses(straight)
     a, b = (load_pretrained(d / "mars").state_dict() for d in (straight, tmp_path))
     assert all(torch.equal(a[k], b[k]) for k in a)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["log.jsonl", "mars", "sft"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["log.jsonl", "mars", "result.json", "sft"]
 
 
 def test_both_losses_are_logged_and_fall(straight):
@@ -108,7 +108,7 @@ def test_resume_refuses_what_would_be_another_run(tmp_path, monkeypatch, capsys)
     run(tmp_path, stages="sft", steps="5")
     capsys.readouterr()
     assert run(tmp_path, "--resume", "--lr", "0.5", stages="sft", steps="5") == 2
-    assert "lr was 0.002, is 0.5" in capsys.readouterr().err
+    assert "lr was {'sft': 0.002}, is {'sft': 0.5}" in capsys.readouterr().err
     assert run(tmp_path, stages="sft", steps="5") == 2
     assert "holds an unfinished run (sft-step-000002)" in capsys.readouterr().err
     monkeypatch.setattr(train, "load_chats", lambda *a: [p.messages() for p in arithmetic("train", 60, seed=9)])
@@ -232,3 +232,18 @@ def test_a_diverging_run_stops_with_a_word(tmp_path, capsys):
     assert run(tmp_path, "--lr", "1e30", "--clip", "1e30", stages="sft", steps="5") == 2
     assert "lower --lr" in capsys.readouterr().err
     assert not (tmp_path / "sft").exists()
+
+
+def test_one_value_for_all_stages_or_one_for_each():
+    """Fault: the second stage trained with the first one's options; the tiny model's defaults used for other models or data."""
+    both = ["--init", "scratch", "--stages", "sft,mars"]
+    assert train.parse([*both, "--lr", "1e-3,2e-4", "--batch-size", "4"]).lr == {"sft": 1e-3, "mars": 2e-4}
+    args = train.parse([*both, "--steps", "7,3", "--batch-size", "4,8"])
+    assert args.steps == {"sft": 7, "mars": 3} and args.batch_size == {"sft": 4, "mars": 8} and args.data_size == 28
+    assert train.parse(both).steps == {stage: of["steps"] for stage, of in train.TINY_STAGES.items()}
+    assert train.parse([]).steps == {"mars": train.TINY_STAGES["mars"]["steps"]} and train.parse([]).problems == 300
+    for argv in (["--epochs", "2"], ["--data-size", "50"], ["--data", "chats.jsonl"]):
+        assert train.parse(argv).steps == {"mars": None}  # then the data says how many
+    other = train.parse(["--init", "qwen2.5-0.5b"])
+    assert (other.data, other.steps, other.problems) == ("gsm8k", {"mars": None}, 0)
+    assert (other.batch_size, other.lr) == ({"mars": 16}, {"mars": 5e-5})
