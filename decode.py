@@ -335,23 +335,24 @@ class StreamDecoder:
 # ------------------------------------------------------------------------------------------------------ the command
 
 
-def shade(parts, colour: bool | None = None) -> str:
+def shade(parts, colour: bool | None = None, first: int = 0) -> str:
     """Text with each forward's tokens shaded together, darker for more. parts: (text, n_tokens) of each forward.
 
+    Neighbours differ a little, so that two forwards of equal size can be told apart; first is the number of the first part.
     Without colour (default: when stdout is no terminal, or NO_COLOR is set) a forward of 3 tokens looks [like this]₃.
     """
     colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ if colour is None else colour
-    blues = (None, None, 153, 111, 69, 27)  # 256-colour backgrounds, light to dark
+    blues = ((None, None, 153, 111, 69, 27), (None, None, 159, 117, 63, 21))  # 256-colour backgrounds, light to dark
 
-    def one(text, n):
+    def one(i, text, n):
         if n == 1 or not text:
             return text
         if not colour:
             return f"[{text}]{str(n).translate(SUBSCRIPT)}"
-        ink, paper = (15, blues[min(n, 5)]) if n >= 4 else (16, blues[n])
+        ink, paper = (15, blues[i % 2][min(n, 5)]) if n >= 4 else (16, blues[i % 2][n])
         return "\n".join(f"\033[38;5;{ink};48;5;{paper}m{line}\033[0m" if line else "" for line in text.split("\n"))
 
-    return "".join(one(text, n) for text, n in parts)
+    return "".join(one(i, text, n) for i, (text, n) in enumerate(parts, start=first))
 
 
 def newest_model() -> tuple[Path, str]:
@@ -404,23 +405,23 @@ def answer(model, tokenizer, prompts: list[str], args) -> dict:
     """Decode, print, and return the JSON object of the command."""
     settings = {k: getattr(args, k) for k in ("block_size", "max_new_tokens", "cache", "cache_block", "measure")}
     live = len(prompts) == 1
-    show = (lambda parts: "".join(t for t, _ in parts)) if args.plain else shade
+    show = (lambda parts, first=0: "".join(t for t, _ in parts)) if args.plain else shade
     parts: list[list] = [[] for _ in prompts]
 
     def on_text(row, text, n):
         parts[row].append((text, n))
         if live:
-            print(show([(text, n)]), end="", flush=True)
+            print(show([(text, n)], first=len(parts[row])), end="", flush=True)
 
     def timed(**more):
         began = time.perf_counter()
         return generate(model, tokenizer, prompts, **{**settings, **more}), time.perf_counter() - began
 
     alone = {"tau": None, "cache": "cursor"}  # plain autoregressive decoding, with the cache that suits it best
-    if args.compare:  # the first forwards of a process are slow: both are timed warm
-        timed(tau=args.tau, max_new_tokens=8)
-        timed(**alone, max_new_tokens=8)
     generations, seconds = timed(tau=args.tau, on_text=on_text)
+    if args.compare:  # both are timed warm and silent: the first forwards of a process are slow, and so is a terminal
+        timed(**alone, max_new_tokens=8)
+        _, seconds = timed(tau=args.tau)
     for i, prompt in enumerate(prompts) if not live else ():
         print(f"--- {prompt}\n{show(parts[i])}")
     speed, line = rates(generations, seconds)

@@ -11,6 +11,7 @@ import json
 import os
 import re
 import shutil
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
@@ -365,6 +366,20 @@ def weight_files(folder: Path) -> dict[str, list[str] | None]:
     return shards
 
 
+@contextmanager
+def no_initial_values():
+    """Layers made inside get no starting values: where none are needed, torch would spend two seconds on importing its compiler."""
+    layers = (nn.Linear, nn.Embedding)
+    own = [layer.reset_parameters for layer in layers]
+    for layer in layers:
+        layer.reset_parameters = lambda self: None
+    try:
+        yield
+    finally:
+        for layer, reset in zip(layers, own):
+            layer.reset_parameters = reset
+
+
 def load_pretrained(name_or_dir, dtype=None, device=None) -> Qwen2:
     """The network with its weights. dtype None = as stored (float16 is widened to float32: Qwen overflows in it).
 
@@ -387,7 +402,7 @@ def load_pretrained(name_or_dir, dtype=None, device=None) -> Qwen2:
                     stored[name] = f.get_tensor(name)
         except SafetensorError as e:
             raise UserError(f"{folder / file}: not a readable safetensors file ({e})") from None
-    with torch.device("meta"):
+    with torch.device("meta"), no_initial_values():
         model = Qwen2(config)
     wanted = {name: p.shape for name, p in model.state_dict().items()}
     if raw["model_type"] == "llama":

@@ -37,7 +37,7 @@ IGNORE = -100  # label of a position that predicts nothing
 
 
 def block_starts(positions, response_start, block_size: int, anchor=None):
-    """First position of the block of B that each noisy position belongs to (METHOD 2; paper section 3.2).
+    """First position of the block of B that each noisy position belongs to (paper section 3.2).
 
     positions and response_start are broadcastable integer tensors (or ints). Blocks are counted from `anchor`: None = the
     start of the response (the paper), 0 = absolute positions (the authors' code). A block never begins before the response.
@@ -139,7 +139,7 @@ def target_losses(model, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Te
 
 
 def dual_stream_loss(model, batch: Streams) -> tuple[torch.Tensor, torch.Tensor]:
-    """(L_mask, L_AR) of a micro-batch as sums over its own supervised tokens, in nats (METHOD 2; paper eq. 3 and 5).
+    """(L_mask, L_AR) of a micro-batch as sums over its own supervised tokens, in nats (paper eq. 3 and 5).
 
     Sums, not means: whoever calls divides by the token counts of the whole optimizer step, so that micro-batches of
     unequal size add up to exactly the mean over tokens. Without a noisy stream L_mask is 0.
@@ -245,7 +245,7 @@ def train_stage(stage: str, model, tokenizer, rows: list[Row], args, state: dict
 
 @torch.no_grad()
 def start_mask_embedding(model, tokenizer) -> None:
-    """Give [MASK] the mean of all real tokens' embeddings: rows never trained are a bad start (METHOD 2)."""
+    """Give [MASK] the mean of all real tokens' embeddings: rows never trained are a bad start."""
     embed = model.model.embed_tokens.weight
     embed[tokenizer.mask_id] = embed[: tokenizer.n_tokens].float().mean(0)
 
@@ -332,7 +332,7 @@ def memory_gb(config: ModelConfig, n_params: int, args) -> float:
     return (16 * n_params + activations + 16 * min(2**25, args.micro_tokens * config.vocab_size)) / 1e9
 
 
-TINY = ("scratch", "tiny-sft")             # values of --init that mean the tiny model, before and after its SFT
+TINY = ("scratch", "tiny-sft", "tiny-mars")  # --init, or the name of its folder: the tiny model from nothing, after SFT, after MARS
 TINY_STAGES = {"sft": {"steps": 3750, "batch_size": 16, "lr": 1e-3}, "mars": {"steps": 1000, "batch_size": 8, "lr": 5e-4}}
 STAGE = {"steps": None, "batch_size": 16, "lr": 5e-5}  # of other models
 
@@ -373,7 +373,7 @@ def parse(argv) -> argparse.Namespace:
     add = parser.add_argument_group("optimizer").add_argument
     tiny = lambda name: "tiny models: " + ", ".join(f"{stage} {of[name]:g}" for stage, of in TINY_STAGES.items())
     add("--batch-size", default=None, metavar="N[,N]", help=f"chats per optimizer step, of each stage (default 16; {tiny('batch_size')})")
-    add("--epochs", type=float, default=None, metavar="E", help="per stage (default 1)")
+    add("--epochs", type=float, default=None, metavar="E", help="per stage (default 1; tiny models: --steps), of --data-size problems")
     add("--steps", default=None, metavar="N[,N]", help=f"optimizer steps of each stage, instead of --epochs (default of {tiny('steps')})")
     add("--lr", default=None, metavar="LR[,LR]", help=f"peak learning rate of each stage (default 5e-5; {tiny('lr')})")
     add("--warmup", type=float, default=0.03, metavar="SHARE", help="share of the steps with rising lr; a cosine to 0 follows")
@@ -386,7 +386,7 @@ def parse(argv) -> argparse.Namespace:
     add("--micro-tokens", type=int, default=None, metavar="N", help="tokens taken through the network at once "
         "(default 1024; tiny models 4096; CUDA 16384)")
     add = parser.add_argument_group("output").add_argument
-    add("--out", type=Path, default=None, metavar="DIR", help="default: out/<name of init>")
+    add("--out", type=Path, default=None, metavar="DIR", help="default: out/<name of init>, out/tiny for tiny-sft")
     add("--save-every", type=int, default=100, metavar="STEPS", help="checkpoint to resume from; 0 = never")
     add("--resume", action="store_true", help="continue the newest checkpoint in --out; give the same options again")
     add("--overwrite", action="store_true", help="replace what --out holds")
@@ -396,7 +396,8 @@ def parse(argv) -> argparse.Namespace:
     add("--json", action="store_true", help="one JSON object as the last line")
     args = parser.parse_args(argv)
 
-    scratch, tiny = args.init == "scratch", args.init in TINY
+    args.tiny = Path(args.init).name in TINY
+    scratch, tiny = args.init == "scratch", args.tiny
     args.stages = (args.stages or ("sft,mars" if scratch else "mars")).split(",")
     if args.stages not in (["sft"], ["mars"], ["sft", "mars"]):
         parser.error(f"--stages {','.join(args.stages)}: allowed are sft, mars, and sft,mars")
@@ -421,18 +422,19 @@ def parse(argv) -> argparse.Namespace:
             parser.error(f"--{option.replace('_', '-')} {getattr(args, option)}: must be at least {least}")
     if args.problems and not arithmetic:
         parser.error(f"--problems {args.problems}: only answers to arithmetic problems can be scored here, not those of {args.data}")
-    if not (args.epochs > 0 and args.clip > 0 and 0 <= args.warmup <= 1 and (args.micro_tokens is None or args.micro_tokens > 0)):
+    if not (math.inf > args.epochs > 0 < args.clip and 0 <= args.warmup <= 1 and (args.micro_tokens is None or args.micro_tokens > 0)):
         parser.error("--epochs, --clip and --micro-tokens must be above 0, --warmup within 0..1")
-    not_the_run = ("out", "save_every", "resume", "overwrite", "problems", "quiet", "json", "device")
+    not_the_run = ("tiny", "out", "save_every", "resume", "overwrite", "problems", "quiet", "json", "device")
     args.settings = {k: v for k, v in vars(args).items() if k not in not_the_run}  # equal settings make the same run
     return args
 
 
 def run(args) -> dict:
-    args.began = time.perf_counter()
+    args.began, args.finished = time.perf_counter(), None
     args.device = pick_device(args.device)
-    args.dtype, reason = pick_dtype(args.device, args.dtype)
-    micro_tokens = 16384 if args.device.type == "cuda" else 4096 if args.init in TINY else 1024
+    small = args.dtype == "auto" and args.device.type == "cpu" and args.tiny
+    args.dtype, reason = (torch.float32, "a tiny model has no use for less") if small else pick_dtype(args.device, args.dtype)
+    micro_tokens = 16384 if args.device.type == "cuda" else 4096 if args.tiny else 1024
     args.micro_tokens = args.settings["micro_tokens"] = args.micro_tokens or micro_tokens
     resume = checkpoints(args)[-1:] if args.resume else []
     if args.resume and not resume:
@@ -488,6 +490,7 @@ def run(args) -> dict:
         state = None
         folder = save_pretrained(args.out / stage, model, tokenizer, mars_record(stage, tokenizer, args), args.save_dtype)
         print(f"saved   {folder}", flush=True)
+    args.finished = folder
     for done in checkpoints(args):
         shutil.rmtree(done)
     lines = (args.out / "log.jsonl").read_text(encoding="utf-8").splitlines()
@@ -505,14 +508,13 @@ def score(folder: Path, tokenizer, args) -> dict:
     """Print the table of eval.quick for the saved model, beside the one it was made from, and return it."""
     from eval.quick import measure, table
 
-    dtype, _ = pick_dtype(args.device)
-    load = lambda name: load_pretrained(name, dtype, args.device)
+    load = lambda name: load_pretrained(name, args.dtype, args.device)
     if folder.name == "sft":
         before, after = load(folder), None
     elif "sft" in args.stages:
         before, after = load(args.out / "sft"), load(folder)
     elif args.init == "scratch":
-        before, after = Qwen2(tiny_config(tokenizer)).init_weights(args.seed).to(args.device, dtype), load(folder)
+        before, after = Qwen2(tiny_config(tokenizer)).init_weights(args.seed).to(args.device, args.dtype), load(folder)
     else:
         before, after = load(args.init), load(folder)
     result = measure(before, after, tokenizer, args.problems, args.block_size, quiet=args.quiet)
@@ -521,11 +523,13 @@ def score(folder: Path, tokenizer, args) -> dict:
 
 
 def show_sample(model, tokenizer, chats, stage: str, args, folder) -> None:
-    """Decode a question of the data with the new model, and say what to type next."""
-    from decode import generate, shade
+    """Decode a question of the data (or the sample problem) with the new model, and say what to type next."""
+    from decode import SAMPLE, generate, shade
 
     tau, parts = (0.9 if stage == "mars" else 1.0), []
     question = min((m["content"] for chat in chats[:50] for m in chat if m["role"] == "user"), key=len, default=None)
+    if args.data == "arithmetic":
+        question = SAMPLE
     if question is not None and len(tokenizer.encode_prompt(question)) < model.config.max_position_embeddings:
         [done] = generate(model, tokenizer, [question], tau, args.block_size, 64, on_text=lambda row, text, n: parts.append((text, n)))
         print(f"\n{question}\n{shade(parts)}\n({len(done.ids)} tokens in {done.n_forward} forwards at tau {tau:g})")
@@ -547,7 +551,8 @@ def main(argv=None) -> int:
         return 2
     except KeyboardInterrupt:
         saved = checkpoints(args)
-        print(f"\nstopped; {f'the same command with --resume continues {saved[-1]}' if saved else 'no checkpoint yet'}", file=sys.stderr)
+        left = f"the same command with --resume continues {saved[-1]}" if saved else "no checkpoint yet"
+        print(f"\nstopped; {f'{args.finished} is finished' if args.finished else left}", file=sys.stderr)
         return 130
     if args.json:
         print(json.dumps(result))

@@ -22,6 +22,7 @@ from eval.results import ROOT, provenance, write_results
 from model import UserError
 
 TAUS = "1,0.95,0.8,0.5"
+CPU = ["--device", "cpu", "--dtype", "float32"]
 
 
 class Experiment(NamedTuple):
@@ -77,13 +78,14 @@ def run(e: Experiment, n_problems: int, seed: int) -> list[dict]:
         copy_of_the_code(folder)
         (folder / "train.py").write_text(changed((folder / "train.py").read_text(encoding="utf-8"), e), encoding="utf-8")
         if e.command[0] == "train.py":
-            more = ["--seed", str(seed), "--problems", "0", "--save-every", "0", "--out", "run"]
+            more = [*CPU, "--seed", str(seed), "--problems", "0", "--save-every", "0", "--out", "run"]
             subprocess.run([sys.executable, *e.command, *more], cwd=folder, check=True, stdout=subprocess.DEVNULL)
             score = ["-m", "eval.run", "--model", "run/mars"]  # its window: as trained
         else:
             score = e.command
         taus = [] if "--tau" in score else ["--tau", TAUS]
-        command = [sys.executable, *score, *taus, "--limit", str(n_problems), "--batch-size", "50", "--max-new-tokens", "128", "--json"]
+        more = ["--limit", str(n_problems), "--batch-size", "50", "--max-new-tokens", "128", "--json"]
+        command = [sys.executable, *score, *taus, *CPU, *more]
         done = subprocess.run(command, cwd=folder, check=True, stdout=subprocess.PIPE, text=True)
     return json.loads(done.stdout.splitlines()[-1])["rows"]
 
@@ -104,9 +106,10 @@ def table(done: dict) -> str:
 def main(argv=None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     parser.add_argument("--only", default=None, metavar="NAME[,NAME]", help=", ".join(e.name for e in EXPERIMENTS))
-    parser.add_argument("--problems", type=int, default=500, metavar="N", help="unseen problems to score on")
+    parser.add_argument("--problems", type=int, default=300, metavar="N", help="unseen problems to score on")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="results file; what it has already is not run again")
+    parser.add_argument("--out", type=Path, required=True, metavar="FILE",
+                        help="results file; what it has already, with the same settings, is not run again")
     parser.add_argument("--json", action="store_true", help="one JSON object as the last line")
     args = parser.parse_args(argv)
     names = [e.name for e in EXPERIMENTS]
@@ -121,12 +124,12 @@ def main(argv=None) -> int:
     done = finished()
     try:
         for e in (e for e in EXPERIMENTS if e.name in only):
-            if e.name not in done:
+            about = {"command": e.command, "old": e.old, "new": e.new, "n": args.problems, "seed": args.seed}
+            if {k: done.get(e.name, {}).get(k) for k in about} != about:
                 print(f"{e.name}: python {' '.join(e.command)}{f'   with   {e.new}' if e.old else ''}", flush=True)
                 rows = run(e, args.problems, args.seed)
-                done = finished() | {e.name: {"command": e.command, "old": e.old, "new": e.new, "rows": rows}}
-                settings = {"n": args.problems, "seed": args.seed}
-                write_results(args.out, {**settings, "experiments": done, **provenance("cpu", torch.float32, seed=args.seed)})
+                done = finished() | {e.name: about | {"rows": rows}}
+                write_results(args.out, {"experiments": done, **provenance("cpu", torch.float32)})
             shown = "tau {tau:g}: {accuracy:.1%} at {tokens_per_forward:.2f}"
             print("   ".join(shown.format(**r) for r in done[e.name]["rows"]), flush=True)
         print(table(done))

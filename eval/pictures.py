@@ -4,7 +4,6 @@
 """
 
 import argparse
-import json
 import sys
 import warnings
 from pathlib import Path
@@ -13,7 +12,7 @@ import torch
 
 from data import ChatTokenizer
 from decode import SAMPLE, StreamDecoder, generate
-from model import UserError, load_pretrained
+from model import UserError, load_pretrained, read_json
 from train import block_starts, mars_mask
 
 BLUES = (None, "#ffffff", "#cfe3f6", "#8fc0ea", "#4f97d6", "#1f6fb8")  # paper of a forward of 1, 2, 3, 4, 5 and more tokens
@@ -120,6 +119,9 @@ def main(argv=None) -> int:
         warnings.filterwarnings("ignore", message="Glyph")  # a character the font lacks is drawn as a box
         import matplotlib.pyplot as plt
 
+        result = read_json(Path(args.results)) if args.results else None
+        if args.results and "mars" not in result:
+            raise UserError(f"--results {args.results}: not a results file of eval.quick")
         model, tokenizer = load_pretrained(args.model, torch.float32), ChatTokenizer.from_pretrained(args.model)
         args.out.mkdir(parents=True, exist_ok=True)
         rows = []
@@ -130,12 +132,12 @@ def main(argv=None) -> int:
             rows.append((f"tau {tau:g}: {len(g.ids)} tokens in {g.n_forward} forwards", parts))
         draw_mask(plt, args.out / "mask.png")
         draw_shaded(plt, args.out / "shaded.png", rows)
-        if args.results:
-            draw_curve(plt, args.out / "curve.png", json.loads(Path(args.results).read_text(encoding="utf-8")))
+        if result:
+            draw_curve(plt, args.out / "curve.png", result)
     except UserError as e:
         print(f"error: {e}", file=sys.stderr)
         return 2
-    print(f"wrote {', '.join(str(p) for p in sorted(args.out.glob('*.png')))}")
+    print(f"wrote {', '.join(f'{args.out}/{name}.png' for name in ('mask', 'shaded', *(['curve'] if result else [])))}")
     return 0
 
 

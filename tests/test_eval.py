@@ -138,8 +138,9 @@ def test_every_experiment_changes_a_line_that_is_there(e):
 
 
 def test_an_experiment_without_its_line_is_refused():
+    """Fault: the unchanged code measured under the name of a change."""
     with pytest.raises(UserError, match="must hold this line once"):
-        experiments.changed("x = 1\n", experiments.EXPERIMENTS[4])
+        experiments.changed("x = 1\n", next(e for e in experiments.EXPERIMENTS if e.old))
 
 
 def test_experiments_do_what_they_say(tokenizer):
@@ -167,3 +168,34 @@ def test_pictures(model_dir, tmp_path, capsys, tokenizer):
     (tmp_path / "r.json").write_text(json.dumps(result))
     assert pictures.main(["--model", str(model_dir), "--results", str(tmp_path / "r.json"), "--out", str(tmp_path / "p")]) == 0
     assert {p.name for p in (tmp_path / "p").iterdir() if p.stat().st_size > 5000} == {"mask.png", "shaded.png", "curve.png"}
+
+
+def test_an_experiment_is_run_once_per_setting(tmp_path, monkeypatch, capsys):
+    """Fault: a row of other settings passed off as this one's, or half an hour spent again."""
+    ran = []
+
+    def fake(e, n, seed):
+        ran.append((e.name, n))
+        return [{"tau": 1.0, "accuracy": 0.5, "tokens_per_forward": 1.0}]
+
+    monkeypatch.setattr(experiments, "run", fake)
+    argv = ["--out", str(tmp_path / "r.json"), "--only"]
+    for more in (["leak"], ["leak,no shift"], ["leak", "--problems", "9"]):
+        assert experiments.main([*argv, *more]) == 0
+    assert ran == [("leak", 300), ("no shift", 300), ("leak", 9)]
+    assert "| leak | `noisy_to_clean = noisy_q & ~noisy_k & (pos_k < pos_q)` |" in capsys.readouterr().out
+    assert list(json.loads((tmp_path / "r.json").read_text())["experiments"]) == ["leak", "no shift"]
+    with pytest.raises(SystemExit):
+        experiments.main([*argv, "nothing"])
+
+
+def test_ctrl_c_while_scoring_loses_nothing(tmp_path, monkeypatch, capsys):
+    """Fault: told that there is no checkpoint when the model is finished and only its score is missing."""
+
+    def stop(*args, **more):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(quick, "measure", stop)
+    argv = "--init scratch --stages sft --steps 1 --batch-size 2 --quiet --device cpu".split()
+    assert train.main([*argv, "--out", str(tmp_path)]) == 130
+    assert f"{tmp_path / 'sft'} is finished" in capsys.readouterr().err and (tmp_path / "sft" / "config.json").is_file()

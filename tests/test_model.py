@@ -138,7 +138,7 @@ CHATS = [
 
 def test_tokenizer_opens_in_transformers(hf, model_dir, tokenizer):
     """DESIGN. Fault: a chat template, a mask token or a decoder setting that did not survive the folder."""
-    theirs = hf.AutoTokenizer.from_pretrained(model_dir)
+    theirs = hf.PreTrainedTokenizerFast.from_pretrained(model_dir)  # AutoTokenizer gives every qwen2 folder Qwen's text splitting
     assert len(theirs) == tokenizer.n_tokens and theirs.convert_tokens_to_ids("<|mask|>") == tokenizer.mask_id
     assert theirs.eos_token_id == tokenizer.im_end and theirs.pad_token_id == tokenizer.pad_id
     for chat in CHATS:
@@ -659,3 +659,11 @@ def test_pick_dtype(monkeypatch):
                 got, reason = pick_dtype(torch.device(kind), asked)
                 assert got == dtype and "bfloat16" in reason.replace("avx512_bf16", "bfloat16")
     assert pick_dtype(torch.device("mps")) == (torch.float32, "mps without fast bfloat16")
+
+
+def test_loading_does_not_start_the_compiler(model_dir):
+    """Fault: two seconds before the first token, spent on importing torch._dynamo; layers made later left without values."""
+    code = f"import sys, model; model.load_pretrained({str(model_dir)!r}); assert 'torch._dynamo' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+    load_pretrained(model_dir)
+    assert torch.nn.Linear(8, 8).weight.std() > 0.1

@@ -28,7 +28,6 @@ SHORTER = {  # appended to each command, where the last of two equal flags count
     "train.py": "--steps 1 --batch-size 2 --data-size 8 --quiet --overwrite --device cpu",
     "decode.py": "--max-new-tokens 4 --device cpu",
     "eval.quick": "--problems 2 --device cpu",
-    "eval.run": "--limit 2 --max-new-tokens 4 --device cpu",
     "eval.experiments": "--problems 2",
     "eval.pictures": "",
 }

@@ -241,6 +241,7 @@ def test_one_value_for_all_stages_or_one_for_each():
     args = train.parse([*both, "--steps", "7,3", "--batch-size", "4,8"])
     assert args.steps == {"sft": 7, "mars": 3} and args.batch_size == {"sft": 4, "mars": 8} and args.data_size == 28
     assert train.parse(both).steps == {stage: of["steps"] for stage, of in train.TINY_STAGES.items()}
+    assert train.parse(["--init", "checkpoints/tiny-sft"]).settings == {**train.parse([]).settings, "init": "checkpoints/tiny-sft"}
     assert train.parse([]).steps == {"mars": train.TINY_STAGES["mars"]["steps"]} and train.parse([]).problems == 300
     for argv in (["--epochs", "2"], ["--data-size", "50"], ["--data", "chats.jsonl"]):
         assert train.parse(argv).steps == {"mars": None}  # then the data says how many
