@@ -371,11 +371,11 @@ def parse(argv) -> argparse.Namespace:
     add("--ar-weight", type=float, default=1.0, metavar="W", help="L = L_mask + W * L_AR; 0 = the paper's 'w/o SFT loss'")
     add("--anchor", type=int, default=None, metavar="P", help="count blocks from position P (default: each answer's start; the authors: 0)")
     add = parser.add_argument_group("optimizer").add_argument
-    tiny = lambda name: "tiny models: " + ", ".join(f"{stage} {of[name]:g}" for stage, of in TINY_STAGES.items())
-    add("--batch-size", default=None, metavar="N[,N]", help=f"chats per optimizer step, of each stage (default 16; {tiny('batch_size')})")
+    tinys = lambda name: "tiny models: " + ", ".join(f"{stage} {of[name]:g}" for stage, of in TINY_STAGES.items())
+    add("--batch-size", default=None, metavar="N[,N]", help=f"chats per optimizer step, of each stage (default 16; {tinys('batch_size')})")
     add("--epochs", type=float, default=None, metavar="E", help="per stage (default 1; tiny models: --steps), of --data-size problems")
-    add("--steps", default=None, metavar="N[,N]", help=f"optimizer steps of each stage, instead of --epochs (default of {tiny('steps')})")
-    add("--lr", default=None, metavar="LR[,LR]", help=f"peak learning rate of each stage (default 5e-5; {tiny('lr')})")
+    add("--steps", default=None, metavar="N[,N]", help=f"optimizer steps of each stage, instead of --epochs (default of {tinys('steps')})")
+    add("--lr", default=None, metavar="LR[,LR]", help=f"peak learning rate of each stage (default 5e-5; {tinys('lr')})")
     add("--warmup", type=float, default=0.03, metavar="SHARE", help="share of the steps with rising lr; a cosine to 0 follows")
     add("--weight-decay", type=float, default=0.0)
     add("--clip", type=float, default=1.0, metavar="NORM", help="gradient norm limit")
@@ -433,7 +433,7 @@ def run(args) -> dict:
     args.began, args.finished = time.perf_counter(), None
     args.device = pick_device(args.device)
     small = args.dtype == "auto" and args.device.type == "cpu" and args.tiny
-    args.dtype, reason = (torch.float32, "a tiny model has no use for less") if small else pick_dtype(args.device, args.dtype)
+    args.dtype, reason = (torch.float32, "tiny models stay in it") if small else pick_dtype(args.device, args.dtype)
     micro_tokens = 16384 if args.device.type == "cuda" else 4096 if args.tiny else 1024
     args.micro_tokens = args.settings["micro_tokens"] = args.micro_tokens or micro_tokens
     resume = checkpoints(args)[-1:] if args.resume else []

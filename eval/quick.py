@@ -17,7 +17,7 @@ from tqdm import tqdm
 from data import ChatTokenizer, arithmetic
 from decode import generate
 from eval.results import provenance, write_results
-from eval.run import evaluate
+from eval.run import evaluate, read_taus
 from model import UserError, load_pretrained, pick_device, pick_dtype
 
 TAUS = (1.0, 0.95, 0.9, 0.8, 0.5)
@@ -93,10 +93,7 @@ def main(argv=None) -> int:
     args = parser.parse_args(argv)
     if args.problems < 1 or args.repeats < 1:
         parser.error("--problems and --repeats must be at least 1")
-    try:
-        taus = [float(t) for t in args.tau.split(",")]
-    except ValueError:
-        parser.error(f"--tau {args.tau}: must be numbers with commas between")
+    taus = read_taus(parser, args.tau)
     try:
         began = time.perf_counter()
         device = pick_device(args.device)

@@ -49,6 +49,14 @@ def evaluate(model, tokenizer, chats, tau, block_size, batch_size, max_new_token
             "tokens_per_second": tokens / seconds, "samples": samples}
 
 
+def read_taus(parser, text: str) -> list[float]:
+    """The numbers of --tau; anything else ends the program as a wrong option does."""
+    try:
+        return [float(t) for t in text.split(",")]
+    except ValueError:
+        parser.error(f"--tau {text}: must be numbers with commas between")
+
+
 def main(argv=None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     add = parser.add_argument_group("what").add_argument
@@ -70,10 +78,7 @@ def main(argv=None) -> int:
     args = parser.parse_args(argv)
     if args.limit < 1 or args.batch_size < 1:
         parser.error("--limit and --batch-size must be at least 1")
-    try:
-        taus = [float(t) for t in args.tau.split(",")]
-    except ValueError:
-        parser.error(f"--tau {args.tau}: must be numbers with commas between")
+    taus = read_taus(parser, args.tau)
     try:
         device = pick_device(args.device)
         dtype, reason = pick_dtype(device, args.dtype)
