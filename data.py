@@ -390,18 +390,18 @@ class Problem(NamedTuple):
         return [{"role": "user", "content": self.question}, {"role": "assistant", "content": self.answer}]
 
 
-def arithmetic_problem(rng: random.Random, largest: int = 99) -> Problem:
-    """One generated word problem of 1-3 operations with a worked answer: a start of 2..largest, then + or - one of CHANGES, * 2, * 3.
+def arithmetic_problem(rng: random.Random) -> Problem:
+    """One generated word problem of 1-3 operations with a worked answer: a start of 2..99, then + or - one of CHANGES, * 2, * 3.
 
     Phrases of the answer follow from the question (a model can learn to say several tokens at once); digits must be computed.
     """
     a, b = rng.sample(NAMES, 2)
     x, y = rng.sample(ITEMS, 2)
     say = lambda text, n=None: text.format(a=a, b=b, x=x, y=y, n=n, p=rng.choice(PLACES))
-    have = rng.randint(2, largest)
+    have = rng.randint(2, 99)
     facts, work = [say(rng.choice(START), have)], [f"{a} starts with {have} {x}."]
     for _ in range(rng.randint(1, 3)):
-        kinds = ["+"] + ["-"] * (have > 2) + ["*"] * (have <= largest)
+        kinds = ["+"] + ["-"] * (have > 2) + ["*"] * (have <= 99)
         kind = rng.choice(kinds)
         if kind == "*":
             verb, text, n = rng.choice(TIMES)
@@ -413,7 +413,7 @@ def arithmetic_problem(rng: random.Random, largest: int = 99) -> Problem:
         work.append(f"{a} {verb} {'them' if kind == '*' else n}, so {have} {kind} {n} = {now} {x}.")
         have = now
     if rng.random() < 0.5:
-        facts.insert(rng.randint(1, len(facts)), say(rng.choice(NOISE), rng.randint(2, largest)))
+        facts.insert(rng.randint(1, len(facts)), say(rng.choice(NOISE), rng.randint(2, 99)))
     ask = say(rng.choice(ASK))
     question = " ".join([ask, *facts] if rng.random() < 0.25 else [*facts, ask])
     return Problem(question, "\n".join([*work, f"{a} has {have} {x}.", f"#### {have}"]), have)

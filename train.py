@@ -86,9 +86,10 @@ def pad_up(n: int, multiple: int | None = None) -> int:
     return -(-n // multiple) * multiple
 
 
-def build_streams(rows: list[Row], block_size: int | None, mask_id: int, anchor: int | None = None, multiple: int | None = None) -> Streams:
+def build_streams(rows: list[Row], block_size: int | None, mask_id: int, anchor=None, multiple: int | None = None) -> Streams:
     """Rows -> one padded micro-batch. block_size None leaves the noisy stream out (SFT).
 
+    anchor: None or a position, as in `block_starts`; or "random", for every answer 0 to B-1 positions before its start.
     Padding needs no mask of its own: a clean pad lies to the right of every query that counts, and noisy pads share block -1.
     """
     N = len(rows)
@@ -110,7 +111,8 @@ def build_streams(rows: list[Row], block_size: int | None, mask_id: int, anchor:
             if block_size is not None:
                 p = torch.arange(start, end)
                 positions[i, at : at + n] = p
-                starts[i, at : at + n] = block_starts(p, start, block_size, anchor)
+                first = start - int(torch.randint(block_size, ())) if anchor == "random" else anchor
+                starts[i, at : at + n] = block_starts(p, start, block_size, first)
                 labels[i, at : at + n - 1] = x[start + 1 : end]      # noisy: n-1 targets x[start+1] .. x[end-1]
                 at += n
     return Streams(input_ids, positions, starts, torch.arange(Tc + Tn) >= Tc, labels)
@@ -230,6 +232,7 @@ def train_stage(stage: str, model, tokenizer, rows: list[Row], args, state: dict
         if step == first or at == 0:
             steps = epoch_steps(lengths, batch_size, args.seed, epoch)
         lr = optimizer.param_groups[0]["lr"] = learning_rate(step, total, peak, args.warmup)
+        torch.manual_seed(zlib.crc32(f"{args.seed}/{stage}/{step}".encode()))  # whatever a step draws, a resumed one draws again
         record = optimizer_step(model, optimizer, [rows[i] for i in steps[at]], block_size, tokenizer.mask_id, args)
         took = time.perf_counter() - began
         record = {"stage": stage, "step": step + 1, **record, "lr": lr, "seconds": took, **memory_mb(args.device)}
@@ -357,6 +360,11 @@ def per_stage(parser, stages, option: str, text: str | None, kind, least) -> dic
     return dict(zip(stages, values))
 
 
+def anchor(text: str):
+    """--anchor as build_streams takes it: "start" -> None, "random", or a position."""
+    return None if text == "start" else text if text == "random" else int(text)
+
+
 def parse(argv) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     add = parser.add_argument_group("model").add_argument
@@ -369,7 +377,8 @@ def parse(argv) -> argparse.Namespace:
     add = parser.add_argument_group("objective").add_argument
     add("--block-size", type=int, default=4, metavar="B", help="tokens per block, any B >= 1")
     add("--ar-weight", type=float, default=1.0, metavar="W", help="L = L_mask + W * L_AR; 0 = the paper's 'w/o SFT loss'")
-    add("--anchor", type=int, default=None, metavar="P", help="count blocks from position P (default: each answer's start; the authors: 0)")
+    add("--anchor", type=anchor, default=None, metavar="start|random|P", help="where blocks begin: at each answer's start (the paper; default), "
+        "anywhere, anew in each step; or counted from position P (the authors: 0)")
     add = parser.add_argument_group("optimizer").add_argument
     tinys = lambda name: "tiny models: " + ", ".join(f"{stage} {of[name]:g}" for stage, of in TINY_STAGES.items())
     add("--batch-size", default=None, metavar="N[,N]", help=f"chats per optimizer step, of each stage (default 16; {tinys('batch_size')})")

@@ -24,42 +24,41 @@ TAUS = (1.0, 0.95, 0.9, 0.8, 0.5)
 MAX_NEW_TOKENS = 128  # the longest answer has 80
 
 
-def speedups(modes, tokenizer, questions, block_size, batch_size: int, repeats: int, bar) -> list[float]:
-    """Tokens per second of every mode over those of the first: the median of `repeats` ratios, each of one interleaved round.
+def speedups(modes, tokenizer, questions, block_size, batch_size: int, bar) -> list[float]:
+    """Tokens per second of every mode over those of the first: the median ratio of many short rounds.
 
-    modes: [(model, tau)]. Prefill is part of the time; only committed tokens count.
+    modes: [(model, tau)]. In a round every mode answers the same batch_size questions, one mode after the other, so that
+    they share whatever else the machine does. Prefill is part of the time; only committed tokens count.
     """
     ratios = []
-    for repeat in range(repeats + 1):  # the first round only warms up
+    for i in range(0, len(questions), batch_size):
         rates = []
         for model, tau in modes:
-            began, n = time.perf_counter(), 0
-            for i in range(0, len(questions) if repeat else batch_size, batch_size):
-                done = generate(model, tokenizer, questions[i : i + batch_size], tau, block_size, MAX_NEW_TOKENS)
-                n += sum(len(g.ids) for g in done)
-            rates.append(n / (time.perf_counter() - began))
+            began = time.perf_counter()
+            done = generate(model, tokenizer, questions[i : i + batch_size], tau, block_size, MAX_NEW_TOKENS)
+            rates.append(sum(len(g.ids) for g in done) / (time.perf_counter() - began))
             bar.update()
         ratios.append([rate / rates[0] for rate in rates])
-    return [statistics.median(column) for column in zip(*ratios[1:])]
+    return [statistics.median(column) for column in zip(*ratios[1:])]  # the first round only warmed up
 
 
-def measure(sft, mars, tokenizer, n_problems: int, block_size=None, taus=TAUS, repeats: int = 3, quiet: bool = False) -> dict:
+def measure(sft, mars, tokenizer, n_problems: int, block_size=None, taus=TAUS, rounds: int = 4, quiet: bool = False) -> dict:
     """Score both models on the first n_problems of the test split, and time them at batch 1 and 16.
 
+    Timing takes `rounds` rounds of 16 questions and four times as many of one; each has questions of its own.
     sft: the model before MARS, decoded one token at a time. mars: the model after, at every tau (or None). Returns {"sft": {...},
     "mars": {"tau1": {"accuracy", "low", "high", "tokens_per_forward", "speedup", "speedup_batch16", "identical_to_before"}, ...}}.
     """
-    problems = arithmetic("test", n_problems)
-    chats, questions = [p.messages() for p in problems], [p.question for p in problems]
+    chats = [p.messages() for p in arithmetic("test", n_problems)]
     modes = [(sft, 1.0), *((mars, tau) for tau in taus if mars is not None)]
     rows = []
     with tqdm(modes, desc="scoring", unit="run", disable=quiet, leave=False, dynamic_ncols=True) as bar:
         for model, tau in bar:
             rows.append(evaluate(model, tokenizer, chats, tau, block_size, 100, MAX_NEW_TOKENS, "cursor", quiet=True))
-    rounds = 2 * len(modes) * (repeats + 1)
-    with tqdm(total=rounds, desc="timing", unit="run", disable=quiet, leave=False, dynamic_ncols=True) as bar:
-        alone = speedups(modes, tokenizer, questions[:4], block_size, 1, repeats, bar)
-        batched = speedups(modes, tokenizer, questions[:32], block_size, 16, repeats, bar)
+    questions = [p.question for p in arithmetic("test", 16 * (rounds + 1))]
+    with tqdm(total=len(modes) * (5 * rounds + 2), desc="timing", unit="run", disable=quiet, leave=False, dynamic_ncols=True) as bar:
+        alone = speedups(modes, tokenizer, questions[: 4 * rounds + 1], block_size, 1, bar)
+        batched = speedups(modes, tokenizer, questions, block_size, 16, bar)
     samples = [row.pop("samples") for row in rows]
     for row, said, a, b in zip(rows, samples, alone, batched):
         row |= {"speedup": a, "speedup_batch16": b}
@@ -84,15 +83,15 @@ def main(argv=None) -> int:
     parser.add_argument("--mars", required=True, metavar="DIR", help="the model after MARS")
     parser.add_argument("--problems", type=int, default=500, metavar="N")
     parser.add_argument("--tau", default=",".join(f"{tau:g}" for tau in TAUS), metavar="LIST")
-    parser.add_argument("--repeats", type=int, default=5, metavar="N", help="interleaved rounds of timing, of which the median counts")
+    parser.add_argument("--rounds", type=int, default=20, metavar="N", help="of timing: N rounds of 16 questions, 4N of one; their median counts")
     parser.add_argument("--block-size", type=int, default=None, metavar="B", help="candidates per forward (default: as trained)")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16"])
     parser.add_argument("--out", type=Path, default=None, metavar="FILE", help="results file")
     parser.add_argument("--json", action="store_true", help="one JSON object as the last line")
     args = parser.parse_args(argv)
-    if args.problems < 1 or args.repeats < 1:
-        parser.error("--problems and --repeats must be at least 1")
+    if args.problems < 1 or args.rounds < 1:
+        parser.error("--problems and --rounds must be at least 1")
     taus = read_taus(parser, args.tau)
     try:
         began = time.perf_counter()
@@ -101,14 +100,14 @@ def main(argv=None) -> int:
         tokenizer = ChatTokenizer.from_pretrained(args.mars)
         sft, mars = (load_pretrained(folder, dtype, device) for folder in (args.sft, args.mars))
         print(f"{args.sft} and {args.mars} on {device}, {str(dtype).removeprefix('torch.')} ({reason})", flush=True)
-        result = measure(sft, mars, tokenizer, args.problems, args.block_size, taus, args.repeats)
+        result = measure(sft, mars, tokenizer, args.problems, args.block_size, taus, args.rounds)
     except UserError as e:
         print(f"error: {e}", file=sys.stderr)
         return 2
     result["seconds"] = time.perf_counter() - began
     print(table(result))
     if args.out:
-        settings = {"sft": args.sft, "mars": args.mars, "block_size": args.block_size, "repeats": args.repeats}
+        settings = {"sft": args.sft, "mars": args.mars, "block_size": args.block_size, "rounds": args.rounds}
         write_results(args.out, result | {"settings": settings, "trained": tokenizer.mars, **provenance(device, dtype, "arithmetic")})
     if args.json:
         print(json.dumps(result))

@@ -85,7 +85,7 @@ def test_exactness_of_a_tiny_model(model_dir, tmp_path, capsys):
 def test_before_and_after(tokenizer):
     """Fault: rows that belong to another tau or model; a ratio that is not to the model before MARS."""
     before, after = tiny_model(seed=1), tiny_model(seed=2)
-    result = quick.measure(before, after, tokenizer, 3, block_size=4, taus=(1.0, 0.0), repeats=1, quiet=True)
+    result = quick.measure(before, after, tokenizer, 3, block_size=4, taus=(1.0, 0.0), rounds=1, quiet=True)
     assert list(result["mars"]) == ["tau1", "tau0"] and result["n"] == 3
     sft, one, all_four = result["sft"], *result["mars"].values()
     assert sft["tokens_per_forward"] == one["tokens_per_forward"] == 1 < 3 < all_four["tokens_per_forward"] <= 4
@@ -93,7 +93,7 @@ def test_before_and_after(tokenizer):
     assert sft["identical_to_before"] == 1 > one["identical_to_before"]
     shown = quick.table(result).splitlines()
     assert len(shown) == 4 and shown[1].startswith("before MARS") and shown[3].startswith("MARS, tau 0")
-    only = quick.measure(before, None, tokenizer, 3, taus=(1.0,), repeats=1, quiet=True)
+    only = quick.measure(before, None, tokenizer, 3, taus=(1.0,), rounds=1, quiet=True)
     assert only["mars"] == {} and only["sft"]["accuracy"] == sft["accuracy"]
 
 
@@ -110,7 +110,7 @@ def test_the_ratio_is_of_rates_in_the_same_round(monkeypatch, tokenizer):
     monkeypatch.setattr(quick, "generate", fake)
     monkeypatch.setattr(quick.time, "perf_counter", lambda: clock[0])
     bar = type("Bar", (), {"update": lambda self: None})()
-    assert quick.speedups([("a", 1.0), ("b", 0.9)], tokenizer, ["q"], 4, 1, 3, bar) == [1, pytest.approx(3)]
+    assert quick.speedups([("a", 1.0), ("b", 0.9)], tokenizer, ["q"] * 4, 4, 1, bar) == [1, pytest.approx(3)]
 
 
 @pytest.mark.parametrize("stages, steps", [("sft", "1"), ("mars", "1"), ("sft,mars", "1,1")])
@@ -164,7 +164,7 @@ def test_experiments_do_what_they_say(tokenizer):
 def test_pictures(model_dir, tmp_path, capsys, tokenizer):
     """Fault: a picture that cannot be drawn again. Needs matplotlib."""
     pytest.importorskip("matplotlib")
-    result = quick.measure(tiny_model(), tiny_model(), tokenizer, 2, 4, taus=(1.0, 0.5), repeats=1, quiet=True)
+    result = quick.measure(tiny_model(), tiny_model(), tokenizer, 2, 4, taus=(1.0, 0.5), rounds=1, quiet=True)
     (tmp_path / "r.json").write_text(json.dumps(result))
     assert pictures.main(["--model", str(model_dir), "--results", str(tmp_path / "r.json"), "--out", str(tmp_path / "p")]) == 0
     assert {p.name for p in (tmp_path / "p").iterdir() if p.stat().st_size > 5000} == {"mask.png", "shaded.png", "curve.png"}

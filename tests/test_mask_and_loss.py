@@ -90,6 +90,15 @@ def test_layout_is_the_figure_in_the_method():
     assert count_targets([r]) == (6, 8)
 
 
+def test_random_blocks_begin_anywhere():
+    """Fault: an offset that never comes, a block longer than B or before the answer, one draw for the whole batch."""
+    rows = [row(30, (6, 14), (18, 30))] * 40
+    torch.manual_seed(0)
+    starts = build_streams(rows, 4, MASK, "random", multiple=1).starts[:, 30:]
+    for answer, begin, end in ((starts[:, :8], 6, 14), (starts[:, 8:], 18, 30)):
+        assert {tuple(s.unique().tolist()) for s in answer} == {(begin, *range(begin + first, end, 4)) for first in (1, 2, 3, 4)}
+
+
 class Oracle:
     """A stub network that answers, at every position, with the token `shift` further on."""
 
