@@ -14,6 +14,7 @@ recomputes everything and is the oracle, `block` is the paper's, `cursor` lets e
 import argparse
 import codecs
 import json
+import math
 import os
 import sys
 import time
@@ -43,41 +44,68 @@ class Generation:
     text: str = ""
     n_forward: int = 0                                  # every forward while the row was alive: prefill and commits too
     accepted: list[int] = field(default_factory=list)   # tokens taken by each forward that took any
-    stop_reason: str = ""                               # "eos" | "length" (max_new_tokens) | "context" (the model's positions)
+    stop_reason: str = ""                               # "eos" | "stop" | "length" (max_new_tokens) | "context" (the model's positions)
 
 
 class Rules(NamedTuple):
-    """What is fixed for a batch: which ids are never emitted, which end a row, and how confidence is measured."""
+    """What is fixed for a batch: which ids are never emitted, which end a row, how tokens are chosen and how confidence is measured."""
 
     mask_id: int
     never: torch.Tensor     # (F,) ids that are never emitted: [MASK] and the padding rows of the embedding; on the device
     eos_ids: torch.Tensor   # (E,) on the CPU
     measure: str            # one of MEASURES
+    temperature: float = 0  # 0 = the likeliest token
+    top_p: float = 1        # sample from the likeliest tokens that together have this much probability
 
     @classmethod
-    def of(cls, tokenizer, vocab_size: int, measure: str = "probability", device=None) -> "Rules":
+    def of(cls, tokenizer, vocab_size: int, measure: str = "probability", device=None, temperature=0.0, top_p=1.0) -> "Rules":
         never = torch.tensor([tokenizer.mask_id, *range(tokenizer.n_tokens, vocab_size)], device=device)
-        return cls(tokenizer.mask_id, never, torch.tensor(tokenizer.eos_ids), measure)
+        return cls(tokenizer.mask_id, never, torch.tensor(tokenizer.eos_ids), measure, temperature, top_p)
+
+
+class Ask(NamedTuple):
+    """What the rows want of one forward. All on the CPU."""
+
+    tau: torch.Tensor               # (N,) float32
+    limit: torch.Tensor             # (N,) tokens a row may still take; 0 = it is done
+    window: int                     # candidates to read
+    u: torch.Tensor | None = None   # (N, W) uniform in [0, 1): what a sampled candidate is drawn with
 
 
 # ------------------------------------------------------------------------------------------ choosing and accepting
 
 
-def candidates(logits: torch.Tensor, rules: Rules) -> tuple[torch.Tensor, torch.Tensor]:
-    """Greedy choice and confidence (..., W) from logits (..., W, V), in float32 (paper section 3.3).
+def candidates(logits: torch.Tensor, rules: Rules, u=None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Chosen ids and their confidence (..., W) from logits (..., W, V), in float32 (paper section 3.3).
 
-    [MASK] and padding rows are removed before the softmax. probability: of the chosen token; entropy: in nats, of the
-    whole distribution (low = sure); margin: best probability minus the second.
+    [MASK] and padding rows are removed before the softmax. Chosen is the likeliest, or with a temperature what `draw` says.
+    probability: of the chosen token; entropy: in nats, of the whole distribution (low = sure); margin: the chosen token's
+    probability minus the best other one's. Confidence never depends on temperature or top_p.
     """
     logits = logits.float().index_fill(-1, rules.never, -torch.inf)
     top, ids = logits.max(-1)
+    if rules.temperature > 0:
+        ids = draw(logits, u.to(logits.device), rules.temperature, rules.top_p)
     if rules.measure == "probability":
-        return ids, 1 / (logits - top[..., None]).exp().sum(-1)
+        chosen = logits.gather(-1, ids[..., None]).squeeze(-1)
+        return ids, (chosen - top).exp() / (logits - top[..., None]).exp().sum(-1)
     p = logits.softmax(-1)
     if rules.measure == "entropy":
         return ids, torch.special.entr(p).sum(-1)
-    best = p.topk(2, dim=-1).values
-    return ids, best[..., 0] - best[..., 1]
+    others = p.scatter(-1, ids[..., None], 0).amax(-1)
+    return ids, p.gather(-1, ids[..., None]).squeeze(-1) - others
+
+
+def draw(logits: torch.Tensor, u: torch.Tensor, temperature: float, top_p: float) -> torch.Tensor:
+    """Sampled ids (..., W) from logits (..., W, V): u (..., W) picks from the cumulated probabilities, likeliest token first.
+
+    One u makes one token, so a row's text depends on its own u alone, whatever its batch or its windows.
+    """
+    p, order = (logits / temperature).softmax(-1).sort(dim=-1, descending=True, stable=True)
+    p = p.masked_fill(p.cumsum(-1) - p >= top_p, 0)                                     # the likeliest always stays
+    total = p.cumsum(-1)
+    at = torch.searchsorted(total, u[..., None] * total[..., -1:], right=True)
+    return order.gather(-1, at.clamp(max=p.shape[-1] - 1)).squeeze(-1)
 
 
 def accept_prefix(ids, confidence, tau, limit, eos_ids, measure: str = "probability") -> torch.Tensor:
@@ -101,13 +129,15 @@ def one_token(tau, measure: str):
     return tau <= 0 if measure == "entropy" else tau >= 1
 
 
-def choose(model, hidden, tau, limit, rules: Rules) -> tuple[torch.Tensor, torch.Tensor]:
+def choose(model, hidden, ask: Ask, rules: Rules) -> tuple[torch.Tensor, torch.Tensor]:
     """Hidden states (N, W, D) of the window -> candidate ids (N, W) and how many are taken (N,), both on the CPU."""
-    ids, confidence = (t.cpu() for t in candidates(model.logits(hidden), rules))        # the step's one wait for the device
-    bad = ~confidence.isfinite().all(1) & (limit > 0)
+    ids, confidence = candidates(model.logits(hidden), rules, ask.u)
+    both = torch.stack([ids.int(), confidence.view(torch.int32)]).cpu()                 # the step's one wait for the device
+    ids, confidence = both[0].long(), both[1].view(torch.float32)
+    bad = ~confidence.isfinite().all(1) & (ask.limit > 0)
     if bad.any():
         raise UserError(f"prompt {int(bad.nonzero()[0])}: the logits are not finite; use --dtype float32, or check the weights")
-    return ids, accept_prefix(ids, confidence, tau, limit, rules.eos_ids, rules.measure)
+    return ids, accept_prefix(ids, confidence, ask.tau, ask.limit, rules.eos_ids, rules.measure)
 
 
 def pick(hidden: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
@@ -129,9 +159,8 @@ def padded(sequences: list[list[int]], fill: int, extra: int = 0) -> torch.Tenso
 class Batch:
     """Host-side record of the rows: what each has produced and may still take, and tau before each forward."""
 
-    def __init__(self, model, tokenizer, prompts, tau, block_size, max_new_tokens, measure, on_text):
-        self.tokenizer, self.tau, self.on_text = tokenizer, tau, on_text
-        self.block_size, self.n_forward = block_size, 0
+    def __init__(self, model, tokenizer, prompts, tau, window, max_new_tokens, rules: Rules, seeds, stop, on_text):
+        self.tokenizer, self.tau, self.window, self.rules, self.on_text = tokenizer, tau, window, rules, on_text
         self.prompts = [tokenizer.encode_prompt(p) for p in prompts]
         context = model.config.max_position_embeddings
         for i, p in enumerate(self.prompts):
@@ -140,42 +169,51 @@ class Batch:
         room = [context - len(p) for p in self.prompts]
         self.limit = torch.tensor([min(max_new_tokens, r) for r in room])             # (N,) tokens a row may still take
         self.at_limit = ["length" if max_new_tokens <= r else "context" for r in room]
+        self.n_taken = torch.zeros(len(prompts), dtype=torch.long)
+        self.n_forward = torch.zeros(len(prompts), dtype=torch.long)
+        self.noise = None if rules.temperature == 0 else uniform(seeds, max_new_tokens + window)
         self.generations = [Generation() for _ in prompts]
-        self.streams = [StreamDecoder(tokenizer) for _ in prompts]
+        self.streams = [StreamDecoder(tokenizer, stop) for _ in prompts]
         self.device = model.lm_head.weight.device
-        self.rules = Rules.of(tokenizer, model.config.vocab_size, measure, self.device)
 
     def alive(self) -> bool:
         return bool((self.limit > 0).any())
 
-    def next_tau(self) -> tuple[torch.Tensor, int]:
-        """tau (N,) for the coming forward, and the width of its window: 1 when no row could take more."""
-        tau = as_tau(self.tau(self.n_forward) if callable(self.tau) else self.tau, len(self.prompts), self.rules.measure)
-        return tau, 1 if one_token(tau, self.rules.measure).all() else self.block_size
+    def ask(self) -> Ask:
+        """What the rows want of the coming forward. The window is 1 wide when no row could take more."""
+        tau = self.tau(int(self.n_forward.max())) if callable(self.tau) else self.tau
+        tau = as_tau(tau, len(self.prompts), self.rules.measure)
+        window = 1 if one_token(tau, self.rules.measure).all() else self.window
+        u = None if self.noise is None else self.noise.gather(1, self.n_taken[:, None] + torch.arange(window))
+        return Ask(tau, self.limit, window, u)
 
     def forwarded(self) -> None:
         """Count one forward for every row still alive."""
-        self.n_forward += 1
-        for i in self.limit.nonzero().flatten().tolist():
-            self.generations[i].n_forward += 1
+        self.n_forward += self.limit > 0
 
     def take(self, ids: torch.Tensor, n: torch.Tensor) -> None:
         """Record that row i took ids[i, :n[i]]; ids (N, W), n (N,)."""
-        self.limit -= n
-        for i, (row, k) in enumerate(zip(ids.tolist(), n.tolist())):
+        self.n_taken += n
+        self.limit = self.limit - n
+        for i, (row, k, left) in enumerate(zip(ids.tolist(), n.tolist(), self.limit.tolist())):
             if k == 0:
                 continue
-            g, taken = self.generations[i], row[:k]
-            g.ids += taken
+            g, stream, is_eos = self.generations[i], self.streams[i], row[k - 1] in self.tokenizer.eos_ids
+            text = stream.add(row[:k], last=is_eos or left == 0)
+            stopped, k = stream.stopped_after is not None, stream.stopped_after or k
+            g.ids += row[:k]
             g.accepted.append(k)
-            if taken[-1] in self.tokenizer.eos_ids:
-                g.stop_reason, self.limit[i] = "eos", 0
-            elif self.limit[i] == 0:
-                g.stop_reason = self.at_limit[i]
-            text = self.streams[i].add(taken, last=bool(g.stop_reason))
             g.text += text
+            g.stop_reason = "stop" if stopped else "eos" if is_eos else self.at_limit[i] if left == 0 else ""
+            if g.stop_reason:
+                self.limit[i], g.n_forward = 0, int(self.n_forward[i])
             if self.on_text:
                 self.on_text(i, text, k)
+
+
+def uniform(seeds: list[int], n: int) -> torch.Tensor:
+    """(N, n) numbers in [0, 1), row i from a generator of its own that starts at seeds[i]."""
+    return torch.stack([torch.rand(n, generator=torch.Generator().manual_seed(seed)) for seed in seeds])
 
 
 def as_tau(tau, n: int, measure: str) -> torch.Tensor:
@@ -196,12 +234,12 @@ def as_tau(tau, n: int, measure: str) -> torch.Tensor:
 def decode_none(model, batch: Batch) -> None:
     """No cache: every step forwards the whole sequence and the window. Slow, and what the other two are checked against."""
     while batch.alive():
-        tau, window = batch.next_tau()
+        ask = batch.ask()
         sequences = [p + g.ids for p, g in zip(batch.prompts, batch.generations)]
         length = torch.tensor([len(s) for s in sequences])
-        input_ids = padded(sequences, batch.rules.mask_id, extra=window - 1)           # causal: what is to the right does no harm
+        input_ids = padded(sequences, batch.rules.mask_id, extra=ask.window - 1)       # causal: what is to the right does no harm
         hidden = model(input_ids.to(batch.device))
-        ids, n = choose(model, pick(hidden, length[:, None] - 1 + torch.arange(window)), tau, batch.limit, batch.rules)
+        ids, n = choose(model, pick(hidden, length[:, None] - 1 + torch.arange(ask.window)), ask, batch.rules)
         batch.forwarded()
         batch.take(ids, n)
 
@@ -215,30 +253,29 @@ def new_cache(model, batch: Batch, ahead: int) -> KVCache:
 def decode_cursor(model, batch: Batch) -> None:
     """Every row at its own cursor: no row waits for another (the paper's future work)."""
     pending, n_pending = padded(batch.prompts, batch.rules.mask_id), torch.tensor([len(p) for p in batch.prompts])
-    cache = new_cache(model, batch, 2 * batch.block_size)
+    cache = new_cache(model, batch, 2 * batch.window)
     while batch.alive():
-        tau, window = batch.next_tau()
-        ids, n = cursor_step(model, cache, pending, n_pending, window, tau, batch.limit, batch.rules)
+        ids, n = cursor_step(model, cache, pending, n_pending, batch.ask(), batch.rules)
         batch.forwarded()
         batch.take(ids, n)
         pending, n_pending = ids, n
 
 
-def cursor_step(model, cache: KVCache, pending, n_pending, window: int, tau, limit, rules: Rules):
+def cursor_step(model, cache: KVCache, pending, n_pending, ask: Ask, rules: Rules):
     """One forward of [tokens no forward has seen yet | masks] from every row's own cursor; the tokens are committed.
 
     pending (N, P) ids, of which row i has n_pending[i] (N,): the prompt at first, then what the last step accepted, and 0
     for a row that took nothing because it is done. Shorter rows are filled on the right with further masks, read by nobody.
-    tau, limit (N,). All on the CPU. Returns candidate ids (N, W) and how many are taken (N,).
+    All on the CPU. Returns candidate ids (N, W) and how many are taken (N,).
     """
-    width = int(n_pending.max()) + window - 1
+    width = int(n_pending.max()) + ask.window - 1
     column = torch.arange(width)
     input_ids = torch.nn.functional.pad(pending, (0, width - pending.shape[1]))        # to width, longer or shorter
     input_ids = torch.where(column < n_pending[:, None], input_ids, rules.mask_id)
     hidden = model(input_ids.to(cache.k.device), cache=cache)                          # (N, width, D)
     cache.advance(n_pending)
     last = (n_pending - 1).clamp(min=0)
-    return choose(model, pick(hidden, last[:, None] + torch.arange(window)), tau, limit, rules)
+    return choose(model, pick(hidden, last[:, None] + torch.arange(ask.window)), ask, rules)
 
 
 def decode_block(model, batch: Batch, cache_block: int) -> None:
@@ -261,12 +298,12 @@ def decode_block(model, batch: Batch, cache_block: int) -> None:
         size = min(cache_block, int(batch.limit.max()))
         block, filled = torch.full((N, size), mask_id), torch.zeros(N, dtype=torch.long)
         while (room := torch.minimum(size - filled, batch.limit)).any():
-            tau, window = batch.next_tau()
+            ask = batch.ask()._replace(limit=room)
             hidden = torch.cat([kept, model(block.to(batch.device), cache=cache)], 1)  # (N, 1 + size, D)
-            columns = (filled[:, None] + torch.arange(window)).clamp(max=size)         # what lies past the block is not taken
-            ids, n = choose(model, pick(hidden, columns), tau, room, batch.rules)
-            for i, k in enumerate(n.tolist()):
-                block[i, filled[i] : filled[i] + k] = ids[i, :k]
+            columns = filled[:, None] + torch.arange(ask.window)
+            ids, n = choose(model, pick(hidden, columns.clamp(max=size)), ask, batch.rules)  # what lies past the block is not taken
+            row, j = (torch.arange(ask.window) < n[:, None]).nonzero(as_tuple=True)
+            block[row, columns[row, j]] = ids[row, j]
             filled += n
             batch.forwarded()
             batch.take(ids, n)
@@ -289,22 +326,38 @@ def generate(
     cache_block: int = 32,
     measure: str = "probability",
     on_text: Callable | None = None,
+    window: int | None = None,
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+    seed: int | list[int] = 0,
+    stop: list[str] = (),
 ) -> list[Generation]:
-    """Answer every prompt, greedily, in one batch. One Generation per prompt, in order.
+    """Answer every prompt in one batch, greedily unless a temperature is given. One Generation per prompt, in order.
 
     prompts: str (one user turn) or message lists. tau: a float, one per prompt, or a function tau(n_forward) of the forwards
     done so far, called before each forward that takes tokens and returning either; None = one token per forward.
-    block_size: candidates per forward, the window B (default: what the checkpoint was trained with, else 4).
+    block_size: B (default: what the checkpoint was trained with, else 4); window: candidates per forward (default: B; B + 1 is
+    trained too, more is not).
     cache: "cursor" | "block" (blocks of cache_block positions) | "none". measure: of confidence, "probability" | "entropy" |
-    "margin". on_text(row, text, n_tokens) is called after each forward of a row with the whole characters it added. Exact: in
-    float32 the ids of a row depend neither on the cache (block: at tau 1) nor on the other rows, up to ties closer than
-    rounding. Raises UserError for values out of range.
+    "margin". on_text(row, text, n_tokens) is called after each forward of a row with the whole characters it added.
+    temperature > 0 samples, from the likeliest tokens that make up top_p; seed (or one per prompt) then fixes the text.
+    stop: strings that end a row. Its text ends before the first of them, its ids with the token that completed it: just as
+    when tokens come one at a time. Exact: in float32 the ids of a row depend neither on the cache (block: at tau 1) nor on
+    the other rows, up to ties closer than rounding. Raises UserError for values out of range.
     """
     tau = tau if tau is not None else 0.0 if measure == "entropy" else 1.0
     block_size = block_size if block_size is not None else tokenizer.mars.get("block_size", 4)
-    for name, value in (("block_size", block_size), ("max_new_tokens", max_new_tokens), ("cache_block", cache_block)):
+    window = window if window is not None else block_size
+    for name, value in (("block_size", block_size), ("window", window), ("max_new_tokens", max_new_tokens), ("cache_block", cache_block)):
         if value < 1:
             raise UserError(f"{name} {value}: must be at least 1")
+    if not (0 <= temperature < math.inf and 0 < top_p <= 1):
+        raise UserError(f"temperature {temperature}, top_p {top_p}: allowed are temperature 0 (greedy) or more, top_p above 0 to 1")
+    seeds = [seed] * len(prompts) if isinstance(seed, int) else list(seed)
+    if len(seeds) != len(prompts):
+        raise UserError(f"{len(seeds)} seeds for {len(prompts)} prompts")
+    if isinstance(stop, str) or not all(isinstance(s, str) and s for s in stop):
+        raise UserError(f"stop {stop!r}: must be a list of non-empty strings")
     for name, value, allowed in (("cache", cache, CACHES), ("measure", measure, MEASURES)):
         if value not in allowed:
             raise UserError(f"{name} {value!r} is not one of {', '.join(allowed)}")
@@ -312,7 +365,8 @@ def generate(
         return []
     if not callable(tau):
         as_tau(tau, len(prompts), measure)
-    batch = Batch(model, tokenizer, prompts, tau, block_size, max_new_tokens, measure, on_text)
+    rules = Rules.of(tokenizer, model.config.vocab_size, measure, model.lm_head.weight.device, temperature, top_p)
+    batch = Batch(model, tokenizer, prompts, tau, window, max_new_tokens, rules, seeds, stop, on_text)
     if cache == "block":
         decode_block(model, batch, cache_block)
     else:
@@ -321,15 +375,30 @@ def generate(
 
 
 class StreamDecoder:
-    """Token ids in, text out as soon as its characters are whole; the chunks join to tokenizer.decode of all ids."""
+    """Token ids in, text out as soon as its characters are whole; the chunks join to tokenizer.decode of all ids.
 
-    def __init__(self, tokenizer: ChatTokenizer):
-        self.tokenizer = tokenizer
+    With stop strings the text ends before the first one that appears, and what may be the beginning of one is held back.
+    """
+
+    def __init__(self, tokenizer: ChatTokenizer, stop=()):
+        self.tokenizer, self.stop = tokenizer, stop
         self.utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self.held = ""
+        self.stopped_after: int | None = None  # once a stop string has appeared: how many of the last ids it took
 
     def add(self, ids: list[int], last: bool = False) -> str:
-        """Text completed by ids; with last, whatever half a character is left comes out as U+FFFD."""
-        return self.utf8.decode(b"".join(map(self.tokenizer.token_bytes, ids)), final=last)
+        """Text completed by ids; with last, what was held back comes out too, and half a character as U+FFFD."""
+        for n, token_id in enumerate(ids, start=1):
+            self.held += self.utf8.decode(self.tokenizer.token_bytes(token_id))
+            found = [at for s in self.stop if (at := self.held.find(s)) >= 0]
+            if found:
+                self.stopped_after = n
+                return self.held[: min(found)]
+        if last:
+            self.held += self.utf8.decode(b"", final=True)
+        n_held = 0 if last else max((n for s in self.stop for n in range(1, len(s)) if self.held.endswith(s[:n])), default=0)
+        text, self.held = self.held[: len(self.held) - n_held], self.held[len(self.held) - n_held :]
+        return text
 
 
 # ------------------------------------------------------------------------------------------------------ the command
@@ -378,10 +447,15 @@ def parse(argv) -> argparse.Namespace:
     add("--max-new-tokens", type=int, default=256, metavar="N")
     add = parser.add_argument_group("how to decode").add_argument
     add("--tau", type=float, default=None, help="threshold; 1 = one token per forward, lower = more (default 0.9; entropy: 0.5 nats)")
-    add("--block-size", type=int, default=None, metavar="B", help="candidates per forward (default: as trained)")
+    add("--block-size", type=int, default=None, metavar="B", help="what the model was trained with (default: its checkpoint says)")
+    add("--window", type=int, default=None, metavar="W", help="candidates per forward (default: B; B+1 is trained too)")
     add("--measure", default="probability", choices=MEASURES, help="of confidence (entropy: accept while <= tau nats)")
     add("--cache", default="cursor", choices=CACHES, help="key/value cache: none is the oracle, block the paper's")
     add("--cache-block", type=int, default=32, metavar="N", help="positions per block of --cache block")
+    add("--temperature", type=float, default=0.0, metavar="T", help="0 = the likeliest token (default), above: sample")
+    add("--top-p", type=float, default=1.0, metavar="P", help="sample from the likeliest tokens of this much probability")
+    add("--seed", type=int, default=0, help="of sampling: the same seed gives the same text")
+    add("--stop", action="append", default=[], metavar="TEXT", help="end before this text; may be given several times")
     add = parser.add_argument_group("output").add_argument
     add("--compare", action="store_true", help="also decode one token at a time, and show the speed-up")
     add("--plain", action="store_true", help="text only, no shading")
@@ -403,7 +477,8 @@ def rates(generations: list[Generation], seconds: float) -> tuple[dict, str]:
 
 def answer(model, tokenizer, prompts: list[str], args) -> dict:
     """Decode, print, and return the JSON object of the command."""
-    settings = {k: getattr(args, k) for k in ("block_size", "max_new_tokens", "cache", "cache_block", "measure")}
+    names = ("block_size", "window", "max_new_tokens", "cache", "cache_block", "measure", "temperature", "top_p", "seed", "stop")
+    settings = {k: getattr(args, k) for k in names}
     live = len(prompts) == 1
     show = (lambda parts, first=0: "".join(t for t, _ in parts)) if args.plain else shade
     parts: list[list] = [[] for _ in prompts]

@@ -6,7 +6,7 @@ import pytest
 import torch
 from conftest import tiny_model
 
-from decode import Rules, accept_prefix, candidates, generate, shade
+from decode import Rules, StreamDecoder, accept_prefix, candidates, draw, generate, shade
 from model import UserError
 
 PROMPTS = [
@@ -290,7 +290,9 @@ def test_tau_out_of_range_is_refused(model, tokenizer, bad):
 
 
 @pytest.mark.parametrize("option, value", [
-    ("block_size", 0), ("max_new_tokens", 0), ("cache_block", 0), ("cache", "paged"), ("measure", "luck"),
+    ("block_size", 0), ("window", 0), ("max_new_tokens", 0), ("cache_block", 0), ("cache", "paged"), ("measure", "luck"),
+    ("temperature", -1.0), ("temperature", float("nan")), ("top_p", 0.0), ("top_p", 1.1), ("stop", "a string"), ("stop", [""]),
+    ("seed", [1, 2]),
 ])
 def test_options_out_of_range_are_named(model, tokenizer, option, value):
     """Fault: a traceback from the middle of torch."""
@@ -304,6 +306,90 @@ def test_several_eos_ids(model, tokenizer):
     [free] = run(model, t, ["Hi"])
     t.eos_ids = [511, free.ids[3]]
     assert run(model, t, ["Hi"])[0].ids == free.ids[: free.ids.index(free.ids[3]) + 1]
+
+
+# ---------------------------------------------------------------------------------------- sampling, stop strings, windows
+
+
+def test_draw_follows_the_probabilities():
+    """Fault: a token sampled more or less often than its probability; top_p that cuts the likeliest, or too late; temperature
+    upside down. 20,000 evenly spaced u, so the shares are exact to 1e-4."""
+    logits = torch.tensor([0.1, 0.5, 0.05, 0.35]).log().expand(20_000, 4)
+    u = (torch.arange(20_000) + 0.5) / 20_000
+    share = lambda *a: (torch.bincount(draw(logits, u, *a), minlength=4) / 20_000).tolist()
+    assert share(1.0, 1.0) == pytest.approx([0.1, 0.5, 0.05, 0.35], abs=2e-4)
+    assert share(1.0, 0.84) == pytest.approx([0, 0.5 / 0.85, 0, 0.35 / 0.85], abs=2e-4)
+    assert share(1.0, 0.3) == [0, 1, 0, 0] == share(0.01, 1.0)
+    assert share(0.5, 1.0) == pytest.approx([0.01 / 0.385, 0.25 / 0.385, 0.0025 / 0.385, 0.1225 / 0.385], abs=2e-4)
+
+
+def test_confidence_of_a_sampled_token_is_its_own():
+    """Fault: the likeliest token's confidence given to another one, or confidence tempered along with the choice."""
+    logits = torch.tensor([[[0.1, 0.6, 0.3]]]).log()
+    last = torch.tensor([[0.999]])
+    for measure, expected in (("probability", 0.1), ("margin", 0.1 - 0.6)):
+        rules = Rules(0, torch.tensor([], dtype=torch.long), torch.tensor([9]), measure, temperature=5.0)
+        chosen, confidence = candidates(logits, rules, last)
+        assert chosen.item() == 0 and confidence.item() == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("cache", ["none", "block", "cursor"])
+def test_the_seed_fixes_the_text_whatever_the_batch(model, tokenizer, cache):
+    """Fault: randomness shared by the rows, or drawn per forward, so that a neighbour or another cache changes a text."""
+    t, model = quiet(tokenizer), sharpen(model)
+    seeds, kw = [3, 1, 4, 1, 5], dict(tau=0.3, temperature=0.8, top_p=0.9, cache=cache, cache_block=N)
+    together = run(model, t, seed=seeds, **kw)
+    assert ids(together) == [run(model, t, [p], seed=s, **kw)[0].ids for p, s in zip(PROMPTS, seeds)]
+    assert ids(together) == ids(run(model, t, seed=seeds, **{**kw, "cache": "none"}))
+    one = [run(model, t, ["Hi"], seed=s, **kw)[0].ids for s in range(4)]
+    assert len(set(map(tuple, one))) == 4 and one[0] == run(model, t, ["Hi"], seed=0, **kw)[0].ids
+
+
+def test_cold_sampling_is_greedy(model, tokenizer):
+    """Fault: temperature applied the wrong way round, top_p that drops the likeliest token."""
+    t = quiet(tokenizer)
+    greedy = ids(run(model, t, tau=0.3))
+    assert ids(run(model, t, tau=0.3, temperature=1e-4)) == greedy == ids(run(model, t, tau=0.3, temperature=2.0, top_p=1e-6))
+
+
+@pytest.mark.parametrize("cache", ["none", "block", "cursor"])
+@pytest.mark.parametrize("tau", [1.0, 0.0])
+def test_stop_strings_end_a_row_as_if_tokens_came_one_by_one(model, tokenizer, cache, tau):
+    """Fault: a stop string across two forwards missed, or shown in part; text, ids, stream or counters behind it; a later
+    match that wins. Every place in the answer where a string of four characters appears first."""
+    t = quiet(tokenizer)
+    [free] = run(model, t, ["Hi"], tau=tau, cache=cache)
+    stops = dict.fromkeys(free.text[at : at + 4] for at in range(0, len(free.text) - 4, 3))
+    stops = [s for s in stops if "\ufffd" not in s]  # which half a character may look like, for a while
+    assert len(stops) > 3
+    for stop in stops:
+        first = free.text.find(stop)
+        streamed = []
+        on_text = lambda row, text, n: streamed.append((text, n))
+        [g] = run(model, t, ["Hi"], tau=tau, cache=cache, stop=["never", stop], on_text=on_text)
+        n = next(n for n in range(1, N + 1) if stop in t.decode(free.ids[:n]))
+        assert (g.text, g.ids, g.stop_reason) == (free.text[:first], free.ids[:n], "stop")
+        assert "".join(text for text, _ in streamed) == g.text and sum(n for _, n in streamed) == sum(g.accepted) == len(g.ids)
+    other, _ = run(model, t, ["Ben", "Hi"], tau=tau, cache=cache, stop=[stop])
+    assert ids([other]) == ids(run(model, t, ["Ben"], tau=tau, cache=cache, stop=[stop]))
+
+
+def test_the_earliest_match_wins_and_a_beginning_is_held_back(tokenizer):
+    """Fault: stop strings tried in the order given; half of one already shown when the rest arrives; held text lost at the end."""
+    stream = StreamDecoder(tokenizer, ["bcd", "ab"])
+    assert stream.add(tokenizer.encode("xabcd")) == "x" and stream.stopped_after == len(tokenizer.encode("xab"))
+    stream = StreamDecoder(tokenizer, ["###"])
+    assert [stream.add(tokenizer.encode(part)) for part in ("a#", "#b", "##")] == ["a", "##b", ""]
+    assert stream.add([], last=True) == "##" and stream.stopped_after is None
+    stream = StreamDecoder(tokenizer, ["##"])
+    assert [stream.add(tokenizer.encode("b#")), stream.add(tokenizer.encode("#c"))] == ["b", ""] and stream.stopped_after == 1
+
+
+def test_a_wider_window_reads_one_more_candidate(model, tokenizer):
+    """Fault: --window ignored, or block_size (what the checkpoint knows) overwritten by it."""
+    t = quiet(tokenizer)
+    [g] = run(model, t, ["Hi"], tau=0.0, window=5, max_new_tokens=15)
+    assert g.accepted == [5, 5, 5] and g.ids == run(model, t, ["Hi"], tau=0.0, window=5, max_new_tokens=15, cache="none")[0].ids
 
 
 # --------------------------------------------------------------------------------------------------- text, as it comes
