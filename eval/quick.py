@@ -15,9 +15,9 @@ from pathlib import Path
 from tqdm import tqdm
 
 from data import ChatTokenizer, arithmetic
-from decode import generate
 from eval.results import provenance, write_results
 from eval.run import evaluate, read_taus
+from eval.speed import our_mode, ratios, rounds
 from model import UserError, load_pretrained, pick_device, pick_dtype
 
 TAUS = (1.0, 0.95, 0.9, 0.8, 0.5)
@@ -25,27 +25,16 @@ MAX_NEW_TOKENS = 128  # the longest answer has 80
 
 
 def speedups(modes, tokenizer, questions, block_size, batch_size: int, bar) -> list[float]:
-    """Tokens per second of every mode over those of the first: the median ratio of many short rounds.
-
-    modes: [(model, tau)]. In a round every mode answers the same batch_size questions, one mode after the other, so that
-    they share whatever else the machine does. Prefill is part of the time; only committed tokens count.
-    """
-    ratios = []
-    for i in range(0, len(questions), batch_size):
-        rates = []
-        for model, tau in modes:
-            began = time.perf_counter()
-            done = generate(model, tokenizer, questions[i : i + batch_size], tau, block_size, MAX_NEW_TOKENS)
-            rates.append(sum(len(g.ids) for g in done) / (time.perf_counter() - began))
-            bar.update()
-        ratios.append([rate / rates[0] for rate in rates])
-    return [statistics.median(column) for column in zip(*ratios[1:])]  # the first round only warmed up
+    """Tokens per second of every mode, (model, tau), over those of the first: the median ratio of many short rounds."""
+    named = {i: our_mode(model, tokenizer, tau, block_size=block_size, max_new_tokens=MAX_NEW_TOKENS) for i, (model, tau) in enumerate(modes)}
+    timings = rounds(named, [questions[i : i + batch_size] for i in range(0, len(questions), batch_size)], bar)
+    return [statistics.median(ratios(timings[i], timings[0])) for i in named]
 
 
-def measure(sft, mars, tokenizer, n_problems: int, block_size=None, taus=TAUS, rounds: int = 4, quiet: bool = False) -> dict:
+def measure(sft, mars, tokenizer, n_problems: int, block_size=None, taus=TAUS, n_rounds: int = 4, quiet: bool = False) -> dict:
     """Score both models on the first n_problems of the test split, and time them at batch 1 and 16.
 
-    Timing takes `rounds` rounds of 16 questions and four times as many of one; each has questions of its own.
+    Timing takes n_rounds rounds of 16 questions and four times as many of one; each has questions of its own.
     sft: the model before MARS, decoded one token at a time. mars: the model after, at every tau (or None). Returns {"sft": {...},
     "mars": {"tau1": {"accuracy", "low", "high", "tokens_per_forward", "speedup", "speedup_batch16", "identical_to_before"}, ...}}.
     """
@@ -55,9 +44,9 @@ def measure(sft, mars, tokenizer, n_problems: int, block_size=None, taus=TAUS, r
     with tqdm(modes, desc="scoring", unit="run", disable=quiet, leave=False, dynamic_ncols=True) as bar:
         for model, tau in bar:
             rows.append(evaluate(model, tokenizer, chats, tau, block_size, 100, MAX_NEW_TOKENS, "cursor", quiet=True))
-    questions = [p.question for p in arithmetic("test", 16 * (rounds + 1))]
-    with tqdm(total=len(modes) * (5 * rounds + 2), desc="timing", unit="run", disable=quiet, leave=False, dynamic_ncols=True) as bar:
-        alone = speedups(modes, tokenizer, questions[: 4 * rounds + 1], block_size, 1, bar)
+    questions = [p.question for p in arithmetic("test", 16 * (n_rounds + 1))]
+    with tqdm(total=len(modes) * (5 * n_rounds + 2), desc="timing", unit="run", disable=quiet, leave=False, dynamic_ncols=True) as bar:
+        alone = speedups(modes, tokenizer, questions[: 4 * n_rounds + 1], block_size, 1, bar)
         batched = speedups(modes, tokenizer, questions, block_size, 16, bar)
     samples = [row.pop("samples") for row in rows]
     for row, said, a, b in zip(rows, samples, alone, batched):

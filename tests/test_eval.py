@@ -9,7 +9,7 @@ from conftest import ROOT, tiny_model
 import train
 from data import arithmetic
 from decode import generate
-from eval import exactness, experiments, pictures, quick, run
+from eval import exactness, experiments, pictures, quick, run, speed
 from model import UserError
 
 
@@ -85,7 +85,7 @@ def test_exactness_of_a_tiny_model(model_dir, tmp_path, capsys):
 def test_before_and_after(tokenizer):
     """Fault: rows that belong to another tau or model; a ratio that is not to the model before MARS."""
     before, after = tiny_model(seed=1), tiny_model(seed=2)
-    result = quick.measure(before, after, tokenizer, 3, block_size=4, taus=(1.0, 0.0), rounds=1, quiet=True)
+    result = quick.measure(before, after, tokenizer, 3, block_size=4, taus=(1.0, 0.0), n_rounds=1, quiet=True)
     assert list(result["mars"]) == ["tau1", "tau0"] and result["n"] == 3
     sft, one, all_four = result["sft"], *result["mars"].values()
     assert sft["tokens_per_forward"] == one["tokens_per_forward"] == 1 < 3 < all_four["tokens_per_forward"] <= 4
@@ -93,24 +93,49 @@ def test_before_and_after(tokenizer):
     assert sft["identical_to_before"] == 1 > one["identical_to_before"]
     shown = quick.table(result).splitlines()
     assert len(shown) == 4 and shown[1].startswith("before MARS") and shown[3].startswith("MARS, tau 0")
-    only = quick.measure(before, None, tokenizer, 3, taus=(1.0,), rounds=1, quiet=True)
+    only = quick.measure(before, None, tokenizer, 3, taus=(1.0,), n_rounds=1, quiet=True)
     assert only["mars"] == {} and only["sft"]["accuracy"] == sft["accuracy"]
 
 
-def test_the_ratio_is_of_rates_in_the_same_round(monkeypatch, tokenizer):
+def test_the_ratio_is_of_rates_in_the_same_round():
     """Fault: seconds for tokens per second, a first (cold) round that counts, a mean that one slow round spoils."""
-    clock, speed = [0.0], iter([9, 1, 1, 4, 1, 2, 1, 3])  # tokens per second of (a, b) by round; the first round only warms up
+    rates = iter([9, 1, 1, 4, 1, 2, 1, 3])  # tokens per second of (a, b) by round; the first round only warms up
+    mode = lambda group: speed.Timing(12, 12, 12 / next(rates), 0.0, [[5] * 12])
+    timings = speed.rounds({"a": mode, "b": mode}, [["q"]] * 4, type("Bar", (), {"update": lambda self: None})())
+    assert speed.ratios(timings["b"], timings["a"]) == pytest.approx([4, 2, 3])
+    assert speed.summary(1, "b", timings["b"], timings["a"])["ratio_to_ar"] == pytest.approx(3)
 
-    def fake(model, tokenizer, prompts, tau, *rest):
-        from decode import Generation
 
-        clock[0] += 12 / next(speed)
-        return [Generation(ids=[5] * 12)]
+def test_speed_table(model_dir, tmp_path, capsys):
+    """Fault: a mode that decodes something else (AR, caches and transformers say the same at tau 1); padding or what lies
+    behind an EOS counted; the object other programs read renamed."""
+    pytest.importorskip("transformers")
+    pytest.importorskip("matplotlib")
+    argv = f"--model {model_dir} --batch 1,3 --modes none,block4,cursor --tau 1 --peer transformers --rounds 2 --max-new-tokens 12 --json --quiet"
+    argv += f" --dtype float32 --device cpu --out {tmp_path / 'r.json'} --plot {tmp_path / 'r.png'}"
+    assert speed.main(argv.split()) == 0
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert [(r["batch"], r["mode"]) for r in result["rows"]] == [
+        (n, m) for n in (1, 3) for m in ("ar", "none", "block4", "cursor", "transformers")]
+    for r in result["rows"]:
+        assert r["identical_to_ar"] == 1 and r["tokens_per_second"] > 0 and 0 < r["prefill_seconds"] < r["seconds"]
+        assert r["tokens_per_forward"] == 1 or r["mode"] == "block4"
+        assert r["mode"] != "ar" or r["ratio_to_ar"] == r["ratio_low"] == r["ratio_high"] == 1
+    assert set(result["window_over_ar_forward"]) == {"1", "3"} and all(v > 0 for v in result["limits"].values())
+    assert (tmp_path / "r.png").stat().st_size > 5000 and json.loads((tmp_path / "r.json").read_text())["torch"] == torch.__version__
 
-    monkeypatch.setattr(quick, "generate", fake)
-    monkeypatch.setattr(quick.time, "perf_counter", lambda: clock[0])
-    bar = type("Bar", (), {"update": lambda self: None})()
-    assert quick.speedups([("a", 1.0), ("b", 0.9)], tokenizer, ["q"] * 4, 4, 1, bar) == [1, pytest.approx(3)]
+
+@pytest.mark.parametrize("argv", ["--batch 0", "--batch 1,x", "--modes none,paged", "--modes block0", "--rounds 0"])
+def test_speed_options_out_of_range_are_named(argv, capsys):
+    """Fault: a traceback, or a mode silently left out."""
+    with pytest.raises(SystemExit):
+        speed.main(["--model", "tiny-mars", *argv.split()])
+    assert argv.split()[0] in capsys.readouterr().err
+
+
+def test_what_lies_behind_an_eos_is_not_counted():
+    """Fault: transformers' padding counted as tokens."""
+    assert speed.whole([5, 6, 2, 2, 2], [2, 3]) == [5, 6, 2] and speed.whole([5, 6], [2]) == [5, 6]
 
 
 @pytest.mark.parametrize("stages, steps", [("sft", "1"), ("mars", "1"), ("sft,mars", "1,1")])
@@ -164,7 +189,7 @@ def test_experiments_do_what_they_say(tokenizer):
 def test_pictures(model_dir, tmp_path, capsys, tokenizer):
     """Fault: a picture that cannot be drawn again. Needs matplotlib."""
     pytest.importorskip("matplotlib")
-    result = quick.measure(tiny_model(), tiny_model(), tokenizer, 2, 4, taus=(1.0, 0.5), rounds=1, quiet=True)
+    result = quick.measure(tiny_model(), tiny_model(), tokenizer, 2, 4, taus=(1.0, 0.5), n_rounds=1, quiet=True)
     (tmp_path / "r.json").write_text(json.dumps(result))
     assert pictures.main(["--model", str(model_dir), "--results", str(tmp_path / "r.json"), "--out", str(tmp_path / "p")]) == 0
     assert {p.name for p in (tmp_path / "p").iterdir() if p.stat().st_size > 5000} == {"mask.png", "shaded.png", "curve.png"}
