@@ -159,22 +159,29 @@ def padded(sequences: list[list[int]], fill: int, extra: int = 0) -> torch.Tenso
 class Batch:
     """Host-side record of the rows: what each has produced and may still take, and tau before each forward."""
 
-    def __init__(self, model, tokenizer, prompts, tau, window, max_new_tokens, rules: Rules, seeds, stop, on_text):
-        self.tokenizer, self.tau, self.window, self.rules, self.on_text = tokenizer, tau, window, rules, on_text
-        self.prompts = [tokenizer.encode_prompt(p) for p in prompts]
-        context = model.config.max_position_embeddings
-        for i, p in enumerate(self.prompts):
-            if len(p) >= context:
-                raise UserError(f"prompt {i} has {len(p)} tokens; the model has {context} positions, and one must stay free")
-        room = [context - len(p) for p in self.prompts]
-        self.limit = torch.tensor([min(max_new_tokens, r) for r in room])             # (N,) tokens a row may still take
-        self.at_limit = ["length" if max_new_tokens <= r else "context" for r in room]
-        self.n_taken = torch.zeros(len(prompts), dtype=torch.long)
-        self.n_forward = torch.zeros(len(prompts), dtype=torch.long)
-        self.noise = None if rules.temperature == 0 else uniform(seeds, max_new_tokens + window)
-        self.generations = [Generation() for _ in prompts]
-        self.streams = [StreamDecoder(tokenizer, stop) for _ in prompts]
+    def __init__(self, model, tokenizer, n_rows: int, tau, window: int, max_new_tokens: int, rules: Rules, stop=(), on_text=None):
+        self.tokenizer, self.tau, self.window, self.rules, self.stop, self.on_text = tokenizer, tau, window, rules, stop, on_text
+        self.context, self.max_new_tokens = model.config.max_position_embeddings, max_new_tokens
         self.device = model.lm_head.weight.device
+        self.prompts: list[list[int]] = [[]] * n_rows
+        self.generations = [Generation() for _ in range(n_rows)]
+        self.streams = [StreamDecoder(tokenizer)] * n_rows
+        self.at_limit = [""] * n_rows
+        self.limit = torch.zeros(n_rows, dtype=torch.long)       # tokens a row may still take; 0 = it is done
+        self.n_taken, self.n_forward = torch.zeros_like(self.limit), torch.zeros_like(self.limit)
+        self.noise = torch.zeros(n_rows, max_new_tokens + window) if rules.temperature > 0 else None
+
+    def start(self, i: int, prompt, seed: int = 0) -> None:
+        """Row i begins to answer a prompt. Raises UserError for one that leaves no position free."""
+        self.prompts[i] = self.tokenizer.encode_prompt(prompt)
+        room = self.context - len(self.prompts[i])
+        if room < 1:
+            raise UserError(f"prompt {i} has {len(self.prompts[i])} tokens; the model has {self.context} positions, and one must stay free")
+        self.limit[i], self.n_taken[i], self.n_forward[i] = min(self.max_new_tokens, room), 0, 0
+        self.at_limit[i] = "length" if self.max_new_tokens <= room else "context"
+        self.generations[i], self.streams[i] = Generation(), StreamDecoder(self.tokenizer, self.stop)
+        if self.noise is not None:  # the row's own numbers, one for every token it may take
+            self.noise[i] = torch.rand(self.noise.shape[1], generator=torch.Generator().manual_seed(seed))
 
     def alive(self) -> bool:
         return bool((self.limit > 0).any())
@@ -209,11 +216,6 @@ class Batch:
                 self.limit[i], g.n_forward = 0, int(self.n_forward[i])
             if self.on_text:
                 self.on_text(i, text, k)
-
-
-def uniform(seeds: list[int], n: int) -> torch.Tensor:
-    """(N, n) numbers in [0, 1), row i from a generator of its own that starts at seeds[i]."""
-    return torch.stack([torch.rand(n, generator=torch.Generator().manual_seed(seed)) for seed in seeds])
 
 
 def as_tau(tau, n: int, measure: str) -> torch.Tensor:
@@ -366,7 +368,9 @@ def generate(
     if not callable(tau):
         as_tau(tau, len(prompts), measure)
     rules = Rules.of(tokenizer, model.config.vocab_size, measure, model.lm_head.weight.device, temperature, top_p)
-    batch = Batch(model, tokenizer, prompts, tau, window, max_new_tokens, rules, seeds, stop, on_text)
+    batch = Batch(model, tokenizer, len(prompts), tau, window, max_new_tokens, rules, stop, on_text)
+    for i, (prompt, row_seed) in enumerate(zip(prompts, seeds)):
+        batch.start(i, prompt, row_seed)
     if cache == "block":
         decode_block(model, batch, cache_block)
     else:

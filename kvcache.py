@@ -8,6 +8,8 @@ erased: accepting tokens moves the cursor forward, rolling back moves it backwar
 different places. (Paper section 3.4 has the cache; the invariant is ours.)
 """
 
+import copy
+
 import torch
 
 
@@ -31,6 +33,12 @@ class KVCache:
     def advance(self, n) -> None:
         """Commit n tokens (an int, or one per row as (N,)): what lies before the cursor is what later forwards see."""
         self.cursor += n
+
+    def row(self, i: int) -> "KVCache":
+        """Row i as a cache of its own that shares this one's memory and cursor: what is written there is written here."""
+        part = copy.copy(self)
+        part.k, part.v, part.cursor = self.k[:, i : i + 1], self.v[:, i : i + 1], self.cursor[i : i + 1]
+        return part
 
     def plan(self, positions: torch.Tensor):
         """Once per forward: where new keys go and what each query may see.
