@@ -336,7 +336,7 @@ def memory_gb(config: ModelConfig, n_params: int, args) -> float:
 
 
 TINY = ("scratch", "tiny-sft", "tiny-mars")  # --init, or the name of its folder: the tiny model from nothing, after SFT, after MARS
-TINY_STAGES = {"sft": {"steps": 3750, "batch_size": 16, "lr": 1e-3}, "mars": {"steps": 1000, "batch_size": 8, "lr": 5e-4}}
+TINY_STAGES = {"sft": {"steps": 3750, "batch_size": 16, "lr": 1e-3}, "mars": {"steps": 1000, "batch_size": 8, "lr": 7e-4}}
 STAGE = {"steps": None, "batch_size": 16, "lr": 5e-5}  # of other models
 
 
@@ -377,8 +377,8 @@ def parse(argv) -> argparse.Namespace:
     add = parser.add_argument_group("objective").add_argument
     add("--block-size", type=int, default=4, metavar="B", help="tokens per block, any B >= 1")
     add("--ar-weight", type=float, default=1.0, metavar="W", help="L = L_mask + W * L_AR; 0 = the paper's 'w/o SFT loss'")
-    add("--anchor", type=anchor, default=None, metavar="start|random|P", help="where blocks begin: at each answer's start (the paper; default), "
-        "anywhere, anew in each step; or counted from position P (the authors: 0)")
+    add("--anchor", type=anchor, default="random", metavar="random|start|P", help="where blocks begin: anywhere, anew in each step (default); "
+        "at each answer's start (the paper); counted from position P (the authors: 0)")
     add = parser.add_argument_group("optimizer").add_argument
     tinys = lambda name: "tiny models: " + ", ".join(f"{stage} {of[name]:g}" for stage, of in TINY_STAGES.items())
     add("--batch-size", default=None, metavar="N[,N]", help=f"chats per optimizer step, of each stage (default 16; {tinys('batch_size')})")

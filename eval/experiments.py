@@ -30,6 +30,7 @@ class Experiment(NamedTuple):
     command: list[str]              # of train.py (then scored), or of eval.run on the shipped model
     old: str = ""                   # this line of train.py, which occurs once, ...
     new: str = ""                   # ... is changed into this one
+    score: list[str] = []           # more flags of eval.run, which scores what train.py made
 
 
 TRAIN = ["train.py"]
@@ -38,6 +39,9 @@ EXPERIMENTS = [
     Experiment("as it is", TRAIN),
     Experiment("longer blocks", [*TRAIN, "--block-size", "8"]),
     Experiment("no AR loss", [*TRAIN, "--ar-weight", "0"]),
+    Experiment("blocks from the answer's start", [*TRAIN, "--anchor", "start"]),
+    Experiment("the same, windows moved by two tokens", [*TRAIN, "--anchor", "start"], score=["--hold", "2"]),
+    Experiment("random blocks, windows moved by two", [*SCORE, "--hold", "2"]),
     Experiment("blocks from position 0", [*TRAIN, "--anchor", "0"]),
     Experiment("bidirectional block", TRAIN, "noisy_to_noisy = noisy_q & noisy_k & (start_k == start_q) & (pos_k <= pos_q)",
                "noisy_to_noisy = noisy_q & noisy_k & (start_k == start_q)"),
@@ -71,22 +75,28 @@ def changed(source: str, e: Experiment) -> str:
     return new
 
 
-def run(e: Experiment, n_problems: int, seed: int) -> list[dict]:
-    """[{"tau", "accuracy", "low", "high", "tokens_per_forward"}] of one experiment."""
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
+def prepared(e: Experiment, seed: int, made: dict) -> Path:
+    """A folder with the changed code and, where it is to be trained, the model in run/mars; `made` holds those there are."""
+    key = (tuple(e.command), e.old, e.new)
+    if key not in made:
+        made[key] = tempfile.TemporaryDirectory()
+        folder = Path(made[key].name)
         copy_of_the_code(folder)
         (folder / "train.py").write_text(changed((folder / "train.py").read_text(encoding="utf-8"), e), encoding="utf-8")
         if e.command[0] == "train.py":
             more = [*CPU, "--seed", str(seed), "--problems", "0", "--save-every", "0", "--out", "run"]
             subprocess.run([sys.executable, *e.command, *more], cwd=folder, check=True, stdout=subprocess.DEVNULL)
-            score = ["-m", "eval.run", "--model", "run/mars"]  # its window: as trained
-        else:
-            score = e.command
-        taus = [] if "--tau" in score else ["--tau", TAUS]
-        more = ["--limit", str(n_problems), "--batch-size", "50", "--max-new-tokens", "128", "--json"]
-        command = [sys.executable, *score, *taus, *CPU, *more]
-        done = subprocess.run(command, cwd=folder, check=True, stdout=subprocess.PIPE, text=True)
+    return Path(made[key].name)
+
+
+def run(e: Experiment, n_problems: int, seed: int, made: dict) -> list[dict]:
+    """[{"tau", "accuracy", "low", "high", "tokens_per_forward"}] of one experiment."""
+    score = ["-m", "eval.run", "--model", "run/mars"] if e.command[0] == "train.py" else e.command  # the window: as trained
+    score = [*score, *e.score]
+    taus = [] if "--tau" in score else ["--tau", TAUS]
+    more = ["--limit", str(n_problems), "--batch-size", "50", "--max-new-tokens", "128", "--json"]
+    command = [sys.executable, *score, *taus, *CPU, *more]
+    done = subprocess.run(command, cwd=prepared(e, seed, made), check=True, stdout=subprocess.PIPE, text=True)
     return json.loads(done.stdout.splitlines()[-1])["rows"]
 
 
@@ -95,7 +105,7 @@ def table(done: dict) -> str:
     taus = [float(tau) for tau in TAUS.split(",")]
     lines = ["| try | change | " + " | ".join(f"tau {tau:g}" for tau in taus) + " |", "|---|---|" + "---|" * len(taus)]
     for name, e in done.items():
-        flags = " ".join(e["command"][len(TRAIN if e["command"][0] == "train.py" else SCORE) :])
+        flags = " ".join([*e["command"][len(TRAIN if e["command"][0] == "train.py" else SCORE) :], *e["score"]])
         change = f"`{e['new']}`" if e["new"] else f"`{flags}`" if flags else ""
         label = "" if [r["tau"] for r in e["rows"]] == taus else "{tau:g}: "
         cells = [(label + "{right:.1f} % at {tokens_per_forward:.2f}").format(right=100 * r["accuracy"], **r) for r in e["rows"]]
@@ -121,13 +131,13 @@ def main(argv=None) -> int:
         done = json.loads(args.out.read_text(encoding="utf-8"))["experiments"] if args.out.is_file() else {}
         return {name: done[name] for name in names if name in done}
 
-    done = finished()
+    done, made = finished(), {}
     try:
         for e in (e for e in EXPERIMENTS if e.name in only):
-            about = {"command": e.command, "old": e.old, "new": e.new, "n": args.problems, "seed": args.seed}
+            about = {"command": e.command, "old": e.old, "new": e.new, "score": e.score, "n": args.problems, "seed": args.seed}
             if {k: done.get(e.name, {}).get(k) for k in about} != about:
                 print(f"{e.name}: python {' '.join(e.command)}{f'   with   {e.new}' if e.old else ''}", flush=True)
-                rows = run(e, args.problems, args.seed)
+                rows = run(e, args.problems, args.seed, made)
                 done = finished() | {e.name: about | {"rows": rows}}
                 write_results(args.out, {"experiments": done, **provenance("cpu", torch.float32)})
             shown = "tau {tau:g}: {accuracy:.1%} at {tokens_per_forward:.2f}"

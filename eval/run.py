@@ -27,14 +27,20 @@ def wilson(correct: int, n: int, z: float = 1.96) -> tuple[float, float]:
     return max(0.0, middle - half), min(1.0, middle + half)
 
 
-def evaluate(model, tokenizer, chats, tau, block_size, batch_size, max_new_tokens, cache, measure="probability", quiet=False) -> dict:
-    """Answer every chat's last turn at one tau. Returns the row of the results, with the samples under "samples"."""
+def evaluate(model, tokenizer, chats, tau, block_size, batch_size, max_new_tokens, cache, measure="probability", quiet=False,
+             hold: int = 0) -> dict:
+    """Answer every chat's last turn at one tau. Returns the row of the results, with the samples under "samples".
+
+    hold: the first so many forwards take one token each, which moves all windows that follow.
+    """
     samples, seconds = [], 0.0
+    one = 0.0 if measure == "entropy" else 1.0
+    now = (lambda n_forward: one if n_forward < hold else tau) if hold else tau
     with tqdm(total=len(chats), desc=f"tau {tau:g}", unit="question", disable=quiet) as bar:
         for i in range(0, len(chats), batch_size):
             part = chats[i : i + batch_size]
             began = time.perf_counter()
-            done = generate(model, tokenizer, [c[:-1] for c in part], tau, block_size, max_new_tokens, cache, measure=measure)
+            done = generate(model, tokenizer, [c[:-1] for c in part], now, block_size, max_new_tokens, cache, measure=measure)
             seconds += time.perf_counter() - began
             for chat, g in zip(part, done):
                 gold, said = final_number(chat[-1]["content"]), final_number(g.text)
@@ -67,6 +73,7 @@ def main(argv=None) -> int:
     add = parser.add_argument_group("how").add_argument
     add("--block-size", type=int, default=None, metavar="B")
     add("--measure", default="probability", choices=MEASURES, help="of confidence (entropy: accept while <= tau nats)")
+    add("--hold", type=int, default=0, metavar="N", help="the first N forwards take one token each: moves the windows that follow")
     add("--cache", default="cursor", choices=CACHES)
     add("--batch-size", type=int, default=8, metavar="N")
     add("--max-new-tokens", type=int, default=256, metavar="N")
@@ -76,8 +83,8 @@ def main(argv=None) -> int:
     add("--out", type=Path, default=None, metavar="FILE", help="results file; every answer goes beside it, to NAME.samples.jsonl")
     add("--json", action="store_true", help="one JSON object as the last line")
     args = parser.parse_args(argv)
-    if args.limit < 1 or args.batch_size < 1:
-        parser.error("--limit and --batch-size must be at least 1")
+    if args.limit < 1 or args.batch_size < 1 or args.hold < 0:
+        parser.error("--limit and --batch-size must be at least 1, --hold at least 0")
     taus = read_taus(parser, args.tau)
     try:
         device = pick_device(args.device)
@@ -90,7 +97,7 @@ def main(argv=None) -> int:
         model = load_pretrained(args.model, dtype, device)
         print(f"{args.model} on {device}, {str(dtype).removeprefix('torch.')} ({reason}); {len(chats)} questions of {args.data}")
         how = (args.block_size, args.batch_size, args.max_new_tokens, args.cache, args.measure)
-        rows = [evaluate(model, tokenizer, chats, tau, *how) for tau in taus]
+        rows = [evaluate(model, tokenizer, chats, tau, *how, hold=args.hold) for tau in taus]
     except UserError as e:
         print(f"error: {e}", file=sys.stderr)
         return 2
@@ -105,7 +112,7 @@ def main(argv=None) -> int:
         print(line.format(**r), f"{r['identical_to_first_tau']:17.2f}")
     result = {"task": args.data, "n": len(chats), "rows": rows}
     if args.out:
-        settings = {k: getattr(args, k) for k in ("model", "block_size", "measure", "cache", "batch_size", "max_new_tokens")}
+        settings = {k: getattr(args, k) for k in ("model", "block_size", "measure", "cache", "batch_size", "max_new_tokens", "hold")}
         write_results(args.out, result | {"settings": settings, "trained": tokenizer.mars, **provenance(device, dtype, args.data)})
         lines = "".join(json.dumps(s, ensure_ascii=False) + "\n" for s in samples)
         args.out.with_name(args.out.stem + ".samples.jsonl").write_text(lines, encoding="utf-8")

@@ -226,6 +226,20 @@ def table(result: dict) -> str:
     return "\n".join(lines)
 
 
+def markdown(result: dict) -> str:
+    """The README's table: tokens per second over AR, one line per mode, one column per batch size."""
+    rows, batches = result["rows"], list(dict.fromkeys(r["batch"] for r in result["rows"]))
+    lines = ["| mode | tokens per forward | " + " | ".join(f"batch {n}" for n in batches) + " |", "|---|---|" + "---|" * len(batches)]
+    for mode in dict.fromkeys(r["mode"] for r in rows):
+        of = [r for r in rows if r["mode"] == mode]
+        cells = " | ".join(f"{r['ratio_to_ar']:.2f}x" + (f" ({r['tokens_per_second']:.0f}/s)" if mode == "ar" else "") for r in of)
+        lines.append(f"| {mode} | {of[-1]['tokens_per_forward']:.2f} | {cells} |")
+    for name, key in (("a step of {W} over a step of 1", "window_over_ar_forward"), ("a step of {widest} over a step of 1", "widest_over_ar_forward")):
+        W = result["settings"]["window"]
+        lines.append(f"| {name.format(W=W, widest=2 * W - 1)} | | " + " | ".join(f"{result[key][str(n)]:.2f}" for n in batches) + " |")
+    return "\n".join(lines)
+
+
 def plot(result: dict, file: Path) -> None:
     """Tokens per second over AR, by batch size, one line per mode."""
     try:

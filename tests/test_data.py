@@ -1,4 +1,4 @@
-"""Chats to tokens, chat files, batches, the arithmetic problems: CASES 14, 17, 19-25.
+"""Chats to tokens, chat files, batches, the arithmetic problems.
 
 Real tokenizers are used where a folder is named: MARS_QWEN_TOKENIZER (Qwen2.5), MARS_SMOLLM2 (SmolLM2-135M-Instruct).
 """
@@ -89,7 +89,7 @@ ORDINARY = [
 @pytest.mark.parametrize("by", ["jinja2", "transformers"])
 @pytest.mark.parametrize("variable, fixture", [("MARS_QWEN_TOKENIZER", "qwen"), ("MARS_SMOLLM2", "smollm2")])
 def test_chats_are_byte_equal_to_the_models_own_template(variable, fixture, by, request):
-    """CASES 19. Fault: default system prompt missing, doubled, or given to an empty or late system turn; a newline off."""
+    """Fault: default system prompt missing, doubled, or given to an empty or late system turn; a newline off."""
     folder, ours, library = real_folder(variable), request.getfixturevalue(fixture), pytest.importorskip(by)
     if by == "transformers":
         theirs = getattr(library, ours.settings["tokenizer_class"]).from_pretrained(folder)
@@ -104,7 +104,7 @@ def test_chats_are_byte_equal_to_the_models_own_template(variable, fixture, by, 
 
 
 def test_default_system_prompt(qwen, tokenizer):
-    """CASES 19. Fault: "" counts as no system turn; a system prompt invented where the template has none."""
+    """Fault: "" counts as no system turn; a system prompt invented where the template has none."""
     assert qwen.default_system == "You are Qwen, created by Alibaba Cloud. You are a helpful assistant."
     assert tokenizer.default_system is None
     assert qwen.encode_chat(chat("s:"))[0] == [151644, 8948, 198, 151645, 198]
@@ -114,7 +114,7 @@ def test_default_system_prompt(qwen, tokenizer):
 
 @pytest.mark.parametrize("text", TYPED)
 def test_content_never_becomes_a_control_token(each, text):
-    """CASES 20. Fault: what a user types ends the turn, opens another, or is taken for [MASK]."""
+    """Fault: what a user types ends the turn, opens another, or is taken for [MASK]."""
     control = set(each.tokenizer.get_added_tokens_decoder())
     assert {each.im_start, each.im_end, each.mask_id} <= control
     for content in (text, f"a {text} b", text * 2, f"\n{text}\n"):
@@ -126,20 +126,20 @@ def test_content_never_becomes_a_control_token(each, text):
 
 @pytest.mark.parametrize("answer", ["\nHi", "\n\nHi", " Hi", "", "Hi", "\n"])
 def test_prompt_is_a_prefix_of_the_training_row(each, answer):
-    """CASES 21. Fault: the newline of the header merges with the answer; the first token of the answer is not learned."""
+    """Fault: the newline of the header merges with the answer; the first token of the answer is not learned."""
     ids, [(start, end)] = each.encode_chat(chat("u:Say it", f"a:{answer}"))
     assert ids[:start] == each.encode_prompt("Say it") == each.encode_prompt(chat("u:Say it"))
     assert each.decode(ids[start:end]) == answer and ids[end - 1] == each.im_end and end == len(ids) - 1
 
 
 def test_prompt_prefix_by_id(qwen):
-    """CASES 21 with Qwen's ids. Fault: [.., 271, 13048]."""
+    """With Qwen's ids. Fault: [.., 271, 13048]."""
     ids, [(start, end)] = qwen.encode_chat(chat("u:x", "a:\nHi"))
     assert ids[start - 1 : end] == [198, 198, 13048, 151645]
 
 
 def test_every_assistant_turn_is_a_span_and_nothing_else(each):
-    """CASES 24. Fault: only the last turn learned, <|im_end|> not learned, a header or user turn learned."""
+    """Fault: only the last turn learned, <|im_end|> not learned, a header or user turn learned."""
     messages = chat("s:Rules", "u:one", "a:first 1", "u:two", "s:more", "a:", "a:third\n")
     ids, spans = each.encode_chat(messages)
     assert [each.decode(ids[s:e]) for s, e in spans] == ["first 1", "", "third\n"]
@@ -152,14 +152,14 @@ def test_every_assistant_turn_is_a_span_and_nothing_else(each):
 
 
 def test_two_users_in_a_row_and_assistant_first_stand_as_they_are(tokenizer, chats_of):
-    """CASES 23, the stated rule. Fault: turns merged, reordered or dropped."""
+    """The stated rule. Fault: turns merged, reordered or dropped."""
     [messages] = chats_of(json.dumps({"messages": chat("a:x", "u:y", "u:z")}))
     ids, spans = tokenizer.encode_chat(messages)
     assert tokenizer.decode(ids) == "assistant\nx\nuser\ny\nuser\nz\n" and len(spans) == 1
 
 
 def test_padding_with_an_eos_id_hides_no_target():
-    """CASES 25. Fault: labels masked where the id is the pad id, which here is <|im_end|>, the end of every answer."""
+    """Fault: labels masked where the id is the pad id, which here is <|im_end|>, the end of every answer."""
     t = ChatTokenizer(spec(*CHATML), {"pad_token": "<|im_end|>"}, generation={"pad_token_id": 257, "eos_token_id": 257})
     assert t.pad_id == t.im_end == 257 and t.eos_ids == [257]
     rows, _ = encode_rows([chat("u:q", "a:x"), chat("u:q", "a:a long answer", "u:q", "a:and more")], t, 200)
@@ -175,7 +175,7 @@ STREAMED = [("Swift 社区非常活跃", [55336, 76952, 122, 23836, 99491, 10526
 
 
 def test_streaming_ids_of_qwen(qwen):
-    """CASES 17, exact ids. Fault: another pre-tokenizer; half a character is shown early, or never."""
+    """Exact ids. Fault: another pre-tokenizer; half a character is shown early, or never."""
     assert all(qwen.encode(text) == ids and qwen.decode(ids) == text for text, ids in STREAMED if ids)
     stream = StreamDecoder(qwen)
     assert [stream.add([11162]), stream.add([99]), stream.add([], last=True)] == [" ", "", "\ufffd"]
@@ -184,7 +184,7 @@ def test_streaming_ids_of_qwen(qwen):
 
 @pytest.mark.parametrize("text", [text for text, _ in STREAMED])
 def test_every_way_of_cutting_a_stream(each, text):
-    """CASES 17. Fault: a chunk ends in half a character; the tail is lost or flushed twice; a real U+FFFD is held back."""
+    """Fault: a chunk ends in half a character; the tail is lost or flushed twice; a real U+FFFD is held back."""
     whole = each.encode(text)
     whole = whole[:4] + whole[-4:] if len(whole) > 8 else whole
     for ids in (whole, whole[:-1]):
@@ -253,7 +253,7 @@ def test_mask_token(tokens, config, mask, tmp_path):
 
 
 def test_mask_token_of_the_real_ones(qwen, smollm2):
-    """CASES 3. Fault: the first free row (151,665 tokens, 151,936 rows), or a token that is in use where none is free."""
+    """Fault: the first free row (151,665 tokens, 151,936 rows), or a token that is in use where none is free."""
     assert (qwen.mask_token, qwen.mask_id, qwen.n_tokens) == ("<|mask|>", 151665, 151666)
     assert smollm2.mask_token == "<empty_output>" and smollm2.mask_id < smollm2.n_tokens == 49152
 
@@ -292,7 +292,7 @@ def test_only_byte_level_tokenizers_are_read():
     (257, [257, 258], [257, 258]), ([258], 258, [257, 258]),
 ])  # fmt: skip
 def test_eos_is_an_int_or_a_list_in_either_file(generation, config, eos, tmp_path):
-    """CASES 14. Fault: one file or one form ignored; the model talks past its end."""
+    """Fault: one file or one form ignored; the model talks past its end."""
     (tmp_path / "tokenizer.json").write_text(json.dumps(spec(*CHATML, "<|endoftext|>", "<|end|>")))
     for name, ids in (("generation_config", generation), ("config", config)):
         (tmp_path / f"{name}.json").write_text(json.dumps({} if ids is None else {"eos_token_id": ids}))
@@ -347,7 +347,7 @@ BAD_ROWS = [
 
 @pytest.mark.parametrize("row", BAD_ROWS, ids=lambda row: str(row)[:80])
 def test_malformed_rows_are_refused_by_file_and_line(row, tokenizer, chats_of):
-    """CASES 23, truncated JSON and broken text. Fault: "None" in a prompt, a row dropped silently, a traceback without the line."""
+    """Truncated JSON and broken text. Fault: "None" in a prompt, a row dropped silently, a traceback without the line."""
     good = b'{"question": "q", "answer": "a"}\n'
     row = row.encode() if isinstance(row, str) else row
     assert len(chats_of(good * 3)) == 3
@@ -367,7 +367,7 @@ def test_missing_and_empty_files(tmp_path, chats_of):
 
 
 def test_lines_end_at_newline_only(chats_of):
-    """CASES 22. Fault: str.splitlines cuts a row at U+2028, U+0085 or a lone \\r, and reports broken JSON."""
+    """Fault: str.splitlines cuts a row at U+2028, U+0085 or a lone \\r, and reports broken JSON."""
     odd = "a\u2028b\u2029c\u0085d\x7fe"
     row = json.dumps({"question": odd, "answer": odd}, ensure_ascii=False, separators=(",\r", ":"))
     assert chats_of(f"{row}\n{row}\r\n{row}") == [chat(f"u:{odd}", f"a:{odd}")] * 3
@@ -515,7 +515,7 @@ def test_questions_lead_to_their_answers_and_every_template_occurs(problems):
     ("#### 1.5", 1.5), ("", None), ("#### twelve", None), ("#### ,", None), ("#### $29.00", 29), ("#### 29.", 29), ("#### 1,000", 1000),
 ])  # fmt: skip
 def test_final_number(text, number):
-    """CASES 33. Fault: a number anywhere counts, 1.5 read as 15, a crash where there is none."""
+    """Fault: a number anywhere counts, 1.5 read as 15, a crash where there is none."""
     assert data.final_number(text) == number
 
 

@@ -1,4 +1,4 @@
-"""The window, acceptance, the three caches and what is counted: METHOD sections 3 and 4, CASES 9-18."""
+"""The window, acceptance, the three caches and what is counted."""
 
 import copy
 
@@ -60,7 +60,7 @@ def ids(generations):
 @pytest.mark.parametrize("cache", ["none", "block", "cursor"])
 @pytest.mark.parametrize("tau", [1.0, 1.5])
 def test_tau_one_is_plain_greedy_decoding(model, tokenizer, cache, tau):
-    """CASES 16. Fault: the one-token mode is not the autoregressive model; a cache that lies."""
+    """Fault: the one-token mode is not the autoregressive model; a cache that lies."""
     generations = run(model, tokenizer, tau=tau, cache=cache, cache_block=5)
     for prompt, g in zip(PROMPTS, generations):
         assert g.ids == plain_greedy(model, tokenizer, prompt, N)
@@ -106,7 +106,7 @@ def test_block_cache_stops_at_block_ends(model, tokenizer):
 
 @pytest.mark.parametrize("cache", ["none", "block", "cursor"])
 def test_a_row_does_not_depend_on_its_batch(model, tokenizer, cache):
-    """CASES 9. Fault: padding, order or a finished neighbour changes a row. Rows end at different times, by EOS."""
+    """Fault: padding, order or a finished neighbour changes a row. Rows end at different times, by EOS."""
     sharpen(model)
     t = quiet(tokenizer)
     free = run(model, t, tau=0.3, cache=cache)
@@ -154,9 +154,9 @@ def accept(confidence, tau, ids=None, limit=9, measure="probability", eos=(99,))
     ([0.9, 0.9, 0.5, 0.9], 0.9, 2),     # a prefix, never a gap
     ([0.9, 0.1, 0.9, 0.9], 0.9, 1),
     ([0.1, 0.1, 0.1, 0.1], 0.0, 4),
-    ([1.0, 1.0, 1.0, 1.0], 1.0, 1),     # CASES 11: saturated, and still one token
+    ([1.0, 1.0, 1.0, 1.0], 1.0, 1),     # saturated, and still one token
     ([1.0, 1.0, 1.0, 1.0], 1.5, 1),
-    ([0.9, float("nan"), 0.9, 0.9], 0.0, 1),  # CASES 6: NaN never passes
+    ([0.9, float("nan"), 0.9, 0.9], 0.0, 1),  # NaN never passes
     ([float("nan")] * 4, 0.5, 1),
 ])
 def test_accept_prefix(confidence, tau, n):
@@ -174,7 +174,7 @@ def test_accept_prefix_by_other_measures():
 
 @pytest.mark.parametrize("at", range(4))
 def test_nothing_is_accepted_behind_an_eos(at):
-    """CASES 13. Fault: tokens behind EOS kept or counted."""
+    """Fault: tokens behind EOS kept or counted."""
     row = [5, 6, 7, 8]
     row[at] = 99
     assert accept([1.0] * 4, 0.0, ids=row) == at + 1
@@ -183,7 +183,7 @@ def test_nothing_is_accepted_behind_an_eos(at):
 
 @pytest.mark.parametrize("measure", ["probability", "entropy", "margin"])
 def test_confidence_is_measured_without_mask_and_padding(measure):
-    """CASES 12. Fault: [MASK] removed before argmax only, so that its probability still lowers the confidence."""
+    """Fault: [MASK] removed before argmax only, so that its probability still lowers the confidence."""
     logits = torch.tensor([[[2.0, 1.0, 9.0, 0.5, 8.0, 7.0]]])
     rules = Rules(2, torch.tensor([2, 4, 5]), torch.tensor([0]), measure)
     chosen, confidence = candidates(logits, rules)
@@ -195,7 +195,7 @@ def test_confidence_is_measured_without_mask_and_padding(measure):
 
 @pytest.mark.parametrize("cache", ["none", "block", "cursor"])
 def test_mask_and_padding_rows_are_never_emitted(tokenizer, cache):
-    """CASES 12, end to end, on a model with spare rows that wants to say nothing else."""
+    """End to end, on a model with spare rows that wants to say nothing else."""
     model = tiny_model(vocab_size=520)
     said = model.logits
     model.logits = lambda h: said(h).index_add(-1, torch.tensor([tokenizer.mask_id, 515]), torch.full((*h.shape[:-1], 2), 1e3))
@@ -205,7 +205,7 @@ def test_mask_and_padding_rows_are_never_emitted(tokenizer, cache):
 
 @pytest.mark.parametrize("cache", ["none", "block", "cursor"])
 def test_a_flat_model_never_loops_and_takes_the_window_at_zero(tokenizer, cache):
-    """CASES 11. Fault: no progress when nothing is confident; tau 0 taking fewer than B."""
+    """Fault: no progress when nothing is confident; tau 0 taking fewer than B."""
     model = tiny_model()
     model.logits = lambda h, real=model.logits: real(h) * 0
     t = quiet(tokenizer)
@@ -215,7 +215,7 @@ def test_a_flat_model_never_loops_and_takes_the_window_at_zero(tokenizer, cache)
 
 
 def test_saturated_bfloat16_still_takes_one_token_at_tau_one(tokenizer):
-    """CASES 11. Fault: softmax rounds to 1.0 and 1.0 >= 1.0 accepts several."""
+    """Fault: softmax rounds to 1.0 and 1.0 >= 1.0 accepts several."""
     model = tiny_model().bfloat16()
     model.logits = lambda h, real=model.logits: real(h) * 1000
     one, open_ = run(model, quiet(tokenizer), ["Hi", "Hi"], tau=[1.0, 0.9999])  # the second keeps the window open
@@ -223,7 +223,7 @@ def test_saturated_bfloat16_still_takes_one_token_at_tau_one(tokenizer):
 
 
 def test_non_finite_logits_are_an_error(tokenizer, model):
-    """CASES 6. Fault: overflow turned into silent garbage."""
+    """Fault: overflow turned into silent garbage."""
     model.logits = lambda h, real=model.logits: real(h) * torch.nan
     with pytest.raises(UserError, match="not finite"):
         run(model, tokenizer)
@@ -235,7 +235,7 @@ def test_non_finite_logits_are_an_error(tokenizer, model):
 @pytest.mark.parametrize("cache", ["none", "block", "cursor"])
 @pytest.mark.parametrize("at", range(6))
 def test_output_ends_exactly_at_eos(model, tokenizer, cache, at):
-    """CASES 13, any position in any window. Fault: text, ids, stream or counters go on behind EOS."""
+    """Any position in any window. Fault: text, ids, stream or counters go on behind EOS."""
     t = quiet(tokenizer)
     [free] = run(model, t, ["Hi"], tau=0.0, cache=cache)
     t.eos_ids = [free.ids[at], 511]
@@ -248,7 +248,7 @@ def test_output_ends_exactly_at_eos(model, tokenizer, cache, at):
 
 
 def test_forwards_are_counted_while_a_row_is_alive(model, tokenizer):
-    """CASES 15. Fault: prefill or commits not counted, or a finished row charged for its neighbours."""
+    """Fault: prefill or commits not counted, or a finished row charged for its neighbours."""
     t = quiet(tokenizer)
     [g] = run(model, t, ["Hi"], tau=0.0, max_new_tokens=10)
     assert g.accepted == [4, 4, 2] and g.n_forward == 3
@@ -269,7 +269,7 @@ def test_max_new_tokens_is_exact(model, tokenizer, cache, n):
 
 @pytest.mark.parametrize("cache", ["none", "block", "cursor"])
 def test_the_models_positions_are_never_passed(tokenizer, cache):
-    """CASES 18. Fault: a window behind max_position_embeddings, silently; a prompt that is too long."""
+    """Fault: a window behind max_position_embeddings, silently; a prompt that is too long."""
     length = len(tokenizer.encode_prompt(PROMPTS[2]))
     model = tiny_model(max_position_embeddings=length + 6)
     short, long = run(model, quiet(tokenizer), ["Hi", PROMPTS[2]], tau=0.0, cache=cache)
@@ -281,7 +281,7 @@ def test_the_models_positions_are_never_passed(tokenizer, cache):
 
 @pytest.mark.parametrize("bad", [float("nan"), -1, -0.01, float("inf"), [0.5, -1.0, 0.5, 0.5, 0.5], [0.5], lambda n: -1.0])
 def test_tau_out_of_range_is_refused(model, tokenizer, bad):
-    """CASES 11. Fault: NaN compares False for ever. (One value in a list of one stands for all rows, so it must be valid.)"""
+    """Fault: NaN compares False for ever. (One value in a list of one stands for all rows, so it must be valid.)"""
     if bad == [0.5]:
         assert ids(run(model, tokenizer, tau=bad)) == ids(run(model, tokenizer, tau=0.5))
         return
@@ -301,7 +301,7 @@ def test_options_out_of_range_are_named(model, tokenizer, option, value):
 
 
 def test_several_eos_ids(model, tokenizer):
-    """CASES 14. Fault: only the first of a list stops."""
+    """Fault: only the first of a list stops."""
     t = quiet(tokenizer)
     [free] = run(model, t, ["Hi"])
     t.eos_ids = [511, free.ids[3]]

@@ -20,7 +20,7 @@ def test_wilson_interval():
 
 
 def test_a_sweep_is_written_with_where_it_comes_from(model_dir, tmp_path, capsys):
-    """Fault: rates over something else than committed tokens; samples and summary that disagree; CASES 37."""
+    """Fault: rates over something else than committed tokens; samples and summary that disagree."""
     out = tmp_path / "r.json"
     argv = ["--model", str(model_dir), "--limit", "5", "--tau", "1,0", "--max-new-tokens", "9", "--out", str(out), "--json"]
     assert run.main(argv) == 0
@@ -199,7 +199,7 @@ def test_an_experiment_is_run_once_per_setting(tmp_path, monkeypatch, capsys):
     """Fault: a row of other settings passed off as this one's, or half an hour spent again."""
     ran = []
 
-    def fake(e, n, seed):
+    def fake(e, n, seed, made):
         ran.append((e.name, n))
         return [{"tau": 1.0, "accuracy": 0.5, "tokens_per_forward": 1.0}]
 

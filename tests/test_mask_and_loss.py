@@ -1,4 +1,4 @@
-"""The block-causal mask, the two-stream batch and the loss: METHOD section 2, CASES 26-29."""
+"""The block-causal mask, the two-stream batch and the loss."""
 
 import dataclasses
 
@@ -115,7 +115,7 @@ class Oracle:
 
 @pytest.mark.parametrize("shift, right", [(1, True), (0, False), (2, False)])
 def test_a_network_that_knows_the_next_token_has_no_loss(shift, right):
-    """CASES 26. Fault: either stream predicting its own token, or the one after the next."""
+    """Fault: either stream predicting its own token, or the one after the next."""
     r = row(20, (6, 20))
     mask_loss, ar_loss = dual_stream_loss(Oracle(r.ids, shift), build_streams([r], 4, MASK, multiple=1))
     assert (mask_loss < 1e-6) == right and (ar_loss < 1e-6) == right
@@ -124,7 +124,7 @@ def test_a_network_that_knows_the_next_token_has_no_loss(shift, right):
 @pytest.mark.parametrize("anchor", [None, 0, 3])
 @pytest.mark.parametrize("block_size", [1, 3, 4, 8])
 def test_noisy_stream_never_sees_its_own_block(block_size, anchor):
-    """CASES 27. Fault: leakage. Changing clean token p moves noisy logits of later blocks only, and never earlier ones."""
+    """Fault: leakage. Changing clean token p moves noisy logits of later blocks only, and never earlier ones."""
     model, r, p = tiny_model(), row(24, (6, 24)), 13
     changed = Row(r.ids[:p] + [r.ids[p] % 500 + 5] + r.ids[p + 1 :], r.spans)
     logits = []
@@ -138,7 +138,7 @@ def test_noisy_stream_never_sees_its_own_block(block_size, anchor):
 
 
 def test_no_gradient_flows_into_a_blocks_own_clean_tokens():
-    """CASES 27, by gradient. Fault: a leak too small to show in a forward."""
+    """By gradient. Fault: a leak too small to show in a forward."""
     model, r = tiny_model(), row(16, (4, 16))
     b = build_streams([r], 4, MASK, multiple=1)
     embedded = model.model.embed_tokens(b.input_ids).detach().requires_grad_()
@@ -170,7 +170,7 @@ def test_lean_layout_equals_the_authors_two_copies(start, end, anchor, block_siz
 
 @pytest.mark.parametrize("n", [1, 3, 4, 5])
 def test_loss_does_not_depend_on_padding_or_batch_mates(n):
-    """CASES 28, answers of length 1, B-1, B, B+1 after a prompt that is no multiple of B. Fault: padding that is seen or counted."""
+    """Answers of length 1, B-1, B, B+1 after a prompt that is no multiple of B. Fault: padding that is seen or counted."""
     model, r, mate = tiny_model(), row(7 + n, (7, 7 + n)), row(40, (9, 40), seed=1)
     alone = sums(model, [r], multiple=1)
     assert torch.isfinite(alone).all() and (n > 1 or alone[0] == 0)
@@ -179,7 +179,7 @@ def test_loss_does_not_depend_on_padding_or_batch_mates(n):
 
 
 def test_micro_batches_add_up_to_the_whole_batch():
-    """CASES 29, with 3 and 30 supervised tokens, each stream alone. Fault: a mean of means."""
+    """With 3 and 30 supervised tokens, each stream alone. Fault: a mean of means."""
     model, rows = tiny_model(), [row(8, (5, 8)), row(40, (10, 40), seed=1)]
     n_mask, n_ar = count_targets(rows)
     gradients = []

@@ -1,4 +1,4 @@
-"""The network, its folder in and out, the hub, the key/value cache: CASES 1-8 and 10, parity with transformers."""
+"""The network, its folder in and out, the hub, the key/value cache, parity with transformers."""
 
 import hashlib
 import json
@@ -101,7 +101,7 @@ def open_in_transformers(hf, folder, caplog):
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_ours_opens_in_transformers(shape, hf, tmp_path, tokenizer, caplog):
-    """CASES 3, 6, 8. Fault: a head_dim or row count left out of config.json, a bias dropped, 600 rows shrunk to 512 tokens."""
+    """Fault: a head_dim or row count left out of config.json, a bias dropped, 600 rows shrunk to 512 tokens."""
     model, mars = tiny_model(shape, vocab_size=600), {"block_size": 4, "mask_token_id": tokenizer.mask_id}
     assert all(p.abs().max() > 0.1 for n, p in model.named_parameters() if n.endswith("bias"))
     folder = save_pretrained(tmp_path / "m", model, tokenizer, mars, dtype=torch.float32)
@@ -115,7 +115,7 @@ def test_ours_opens_in_transformers(shape, hf, tmp_path, tokenizer, caplog):
 @pytest.mark.parametrize("max_shard_size", ["1GB", "100KB"])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_theirs_opens_in_ours(shape, max_shard_size, hf, tmp_path):
-    """CASES 1, 2, 5, 8. Fault: a field of transformers 5's config misread, or an index of several files."""
+    """Fault: a field of transformers 5's config misread, or an index of several files."""
     c = tiny_model(shape).config
     rope = {"rope_type": "default", "rope_theta": c.rope_theta}
     config = hf.Qwen2Config(**{k: v for k, v in vars(c).items() if k != "rope_theta"}, rope_parameters=rope)
@@ -149,7 +149,7 @@ def test_tokenizer_opens_in_transformers(hf, model_dir, tokenizer):
 
 
 def test_transformers_generates_what_tau_1_generates(hf, model_dir, tokenizer, caplog):
-    """CASES 8, 16. Fault: a generation_config.json that samples or stops elsewhere; positions of the cursor cache off."""
+    """Fault: a generation_config.json that samples or stops elsewhere; positions of the cursor cache off."""
     theirs, ours = open_in_transformers(hf, model_dir, caplog), load_pretrained(model_dir)
     prompts = [c for c in CHATS if c[-1]["role"] == "user"] + ["Ben has 12 books.", "How many?"]
     for prompt, g in zip(prompts, generate(ours, tokenizer, prompts, tau=1.0, max_new_tokens=32), strict=True):
@@ -188,11 +188,11 @@ def test_llama_with_biases_is_refused(field, hf, tmp_path):
         load_pretrained(tmp_path)
 
 
-# ---------------------------------------------------------------------------------------------- loading, CASES 1-8
+# ---------------------------------------------------------------------------------------------- loading
 
 
 def test_tied_head_is_one_storage_everywhere(folder, tmp_path, tokenizer):
-    """CASES 1. Fault: a copy that trains apart from the embedding, or a head written twice."""
+    """Fault: a copy that trains apart from the embedding, or a head written twice."""
     assert HEAD not in load_file(folder / "model.safetensors")
     model = load_pretrained(folder)
     assert close(logits(model), logits(tiny_model()), 1e-6)
@@ -207,7 +207,7 @@ def test_tied_head_is_one_storage_everywhere(folder, tmp_path, tokenizer):
 
 @pytest.mark.parametrize("differs", [False, True])
 def test_tied_with_a_head_in_the_file(differs, folder, capsys):
-    """CASES 1. Fault: the stray head used, refused, or dropped without a word although it differs."""
+    """Fault: the stray head used, refused, or dropped without a word although it differs."""
     edit_weights(folder, lambda w: w.update({HEAD: w[EMBED] + 0.01 * differs}))
     model, said = load_pretrained(folder), capsys.readouterr().out
     assert model.lm_head.weight is model.model.embed_tokens.weight
@@ -217,7 +217,7 @@ def test_tied_with_a_head_in_the_file(differs, folder, capsys):
 
 @pytest.mark.parametrize("drop", [(), ("tie_word_embeddings",)])
 def test_untied_without_a_head(drop, folder):
-    """CASES 1. Fault: a random head; a config that is silent taken for tied (Hugging Face says untied)."""
+    """Fault: a random head; a config that is silent taken for tied (Hugging Face says untied)."""
     edit_config(folder, drop, **({} if drop else {"tie_word_embeddings": False}))
     with pytest.raises(UserError, match=r"missing lm_head\.weight \[512, 64\]"):
         load_pretrained(folder)
@@ -225,7 +225,7 @@ def test_untied_without_a_head(drop, folder):
 
 @pytest.mark.parametrize("sharded", [False, True])
 def test_stray_files_are_ignored(sharded, folder):
-    """CASES 2. Fault: every .safetensors in the folder loaded, e.g. an adapter or the shards of another download."""
+    """Fault: every .safetensors in the folder loaded, e.g. an adapter or the shards of another download."""
     if sharded:
         shard(folder)
     save_file({EMBED: torch.zeros(3, 3), "other": torch.zeros(1)}, folder / "adapter.safetensors")
@@ -234,7 +234,7 @@ def test_stray_files_are_ignored(sharded, folder):
 
 
 def test_missing_shard_fails_first(folder):
-    """CASES 2. Fault: minutes of reading before the error, or a third of the model random. The unreadable shard is never opened."""
+    """Fault: minutes of reading before the error, or a third of the model random. The unreadable shard is never opened."""
     first, second, third = sorted(set(shard(folder).values()))
     (folder / first).write_bytes(b"garbage")
     (folder / third).unlink()
@@ -244,7 +244,7 @@ def test_missing_shard_fails_first(folder):
 
 
 def test_every_wrong_tensor_is_listed(folder):
-    """CASES 2. Fault: one problem reported at a time, or torch's traceback without the shapes."""
+    """Fault: one problem reported at a time, or torch's traceback without the shapes."""
 
     def damage(w):
         del w["model.layers.0.self_attn.k_proj.bias"], w["model.layers.2.mlp.up_proj.weight"]
@@ -259,7 +259,7 @@ def test_every_wrong_tensor_is_listed(folder):
 
 
 def test_index_that_names_an_absent_tensor(folder):
-    """CASES 2. Fault: a KeyError from inside safetensors."""
+    """Fault: a KeyError from inside safetensors."""
     where = shard(folder)
     index = {"weight_map": where | {"model.norm.bias": where[EMBED]}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
@@ -277,13 +277,13 @@ def test_index_that_names_an_absent_tensor(folder):
     ((), dict(model_type="a2d-qwen2", auto_map={"AutoModel": "modeling.A2DQwen2"}, architectures=["A2DQwen2LMHeadModel"])),
 ])
 def test_configs_that_mean_the_same(drop, changes, folder):
-    """CASES 4, 5, 7. Fault: a window applied though off; a RoPE base not found where this version keeps it; a2d-qwen2 refused."""
+    """Fault: a window applied though off; a RoPE base not found where this version keeps it; a2d-qwen2 refused."""
     edit_config(folder, drop, **changes)
     assert torch.equal(logits(load_pretrained(folder)), logits(tiny_model()))
 
 
 def test_rope_base_is_read_not_assumed(folder):
-    """CASES 5. Fault: a silent 10000, which the other configs of this file would hide."""
+    """Fault: a silent 10000, which the other configs of this file would hide."""
     for i, (drop, changes) in enumerate([((), dict(rope_theta=5e5)), (("rope_theta",), dict(rope_parameters={"rope_theta": 5e5}))]):
         edit_config(folder, drop, **changes)
         model = load_pretrained(folder)
@@ -307,7 +307,7 @@ def test_rope_base_is_read_not_assumed(folder):
     (("head_dim",), dict(hidden_size=66), "hidden_size 66 is not a multiple of num_attention_heads 4"),
 ])
 def test_refused_configs(drop, changes, names, folder):
-    """CASES 4, 5. Fault: a network that runs and is silently another one."""
+    """Fault: a network that runs and is silently another one."""
     edit_config(folder, drop, **changes)
     with pytest.raises(UserError, match=f"{re.escape(str(folder))}.*{names}"):
         load_pretrained(folder)
@@ -318,7 +318,7 @@ def test_refused_configs(drop, changes, names, folder):
     (torch.bfloat16, torch.float32, torch.float32), (torch.float32, torch.bfloat16, torch.bfloat16),
 ])
 def test_dtype_after_load(stored, asked, expected, tmp_path, tokenizer):
-    """CASES 6. Fault: a float16 file run in float16, where Qwen overflows; one tensor left in another type."""
+    """Fault: a float16 file run in float16, where Qwen overflows; one tensor left in another type."""
     folder = save_pretrained(tmp_path / "m", tiny_model(), tokenizer, dtype=stored)
     assert {v.dtype for v in load_file(folder / "model.safetensors").values()} == {stored}
     model = load_pretrained(folder, dtype=asked)
@@ -382,7 +382,7 @@ def feed(model, cache, ids, *steps):
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_cached_steps_equal_one_forward(shape):
-    """CASES 10. Fault: a position counted wrong (V equal but K different), or a query that misses its own step's tokens."""
+    """Fault: a position counted wrong (V equal but K different), or a query that misses its own step's tokens."""
     model, ids = tiny_model(shape), IDS[:, :8]
     expected, caches = logits(model, ids), []
     for steps in ((5, 3), (5, 1, 1, 1), (8,)):
@@ -397,7 +397,7 @@ def test_cached_steps_equal_one_forward(shape):
 
 
 def test_what_lies_behind_the_cursor_is_dead():
-    """CASES 10. Fault: keys of a mask read by a later step. Masks are fed thrice without advancing, wider than what follows."""
+    """Fault: keys of a mask read by a later step. Masks are fed thrice without advancing, wider than what follows."""
     model, cache = tiny_model(), KVCache(tiny_model().config, 2, 20)
     out = feed(model, cache, IDS[:, :5], 5)
     for width in (7, 4, 15):
@@ -407,7 +407,7 @@ def test_what_lies_behind_the_cursor_is_dead():
 
 
 def test_rows_stand_at_different_cursors():
-    """CASES 10. Fault: one position for the whole batch. Prompts of 3 and 7, padded with garbage, then two more steps."""
+    """Fault: one position for the whole batch. Prompts of 3 and 7, padded with garbage, then two more steps."""
     model, lengths = tiny_model(), torch.tensor([3, 7])
     cache, pad = KVCache(model.config, 2, 20), torch.arange(7) < lengths[:, None]
     logits(model, torch.where(pad, IDS[:, :7], 3), cache=cache)

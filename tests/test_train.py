@@ -1,4 +1,4 @@
-"""The loop: schedule, budget, checkpoints, exact resume: CASES 28-32."""
+"""The loop: schedule, budget, checkpoints, exact resume."""
 
 import json
 import math
@@ -54,7 +54,7 @@ def straight(tmp_path_factory):
 
 @pytest.mark.parametrize("at", [3, 5, 8])
 def test_resume_repeats_the_run_to_the_last_bit(straight, tmp_path, monkeypatch, at):
-    """CASES 30: in the first stage, between stages, in the second, all mid-epoch (60 chats, 8 a step). Fault: optimizer,
+    """In the first stage, between stages, in the second, all mid-epoch (60 chats, 8 a step). Fault: optimizer,
     schedule, data position or random numbers not restored; [MASK] started a second time."""
     with monkeypatch.context() as m:
         die_at(m, at)
@@ -74,7 +74,7 @@ def test_both_losses_are_logged_and_fall(straight):
 
 
 def test_a_half_written_checkpoint_is_never_picked_up(tmp_path, monkeypatch):
-    """CASES 30. Fault: a kill while writing leaves a folder that --resume trusts."""
+    """Fault: a kill while writing leaves a folder that --resume trusts."""
     real = torch.save
 
     def torn(state, path):
@@ -158,7 +158,7 @@ def test_ctrl_c_promises_only_what_is_there(tmp_path, monkeypatch, capsys):
 
 
 def test_step_zero_is_the_base_models_own_loss(tokenizer, tmp_path):
-    """CASES 31. Fault: the clean stream is not the autoregressive model. Measured before [MASK] is re-initialised."""
+    """Fault: the clean stream is not the autoregressive model. Measured before [MASK] is re-initialised."""
     model = tiny_model()
     rows, _ = encode_rows([p.messages() for p in arithmetic("train", 6)], tokenizer, 256)
     with torch.no_grad():
@@ -171,7 +171,7 @@ def test_step_zero_is_the_base_models_own_loss(tokenizer, tmp_path):
 
 
 def test_mask_starts_as_the_mean_embedding(tokenizer):
-    """CASES 32. Fault: padding rows counted in, other rows touched, the tied head left behind."""
+    """Fault: padding rows counted in, other rows touched, the tied head left behind."""
     model = tiny_model(vocab_size=600)
     before = model.model.embed_tokens.weight.detach().clone()
     start_mask_embedding(model, tokenizer)
@@ -182,7 +182,7 @@ def test_mask_starts_as_the_mean_embedding(tokenizer):
 
 
 def test_the_mask_id_is_recorded_and_a_trained_mask_is_kept(straight, tmp_path, capsys):
-    """CASES 32. Fault: training on from a MARS checkpoint throws its [MASK] away; the record missing."""
+    """Fault: training on from a MARS checkpoint throws its [MASK] away; the record missing."""
     tokenizer = ChatTokenizer.from_pretrained(straight / "mars")
     assert tokenizer.mars == {"stage": "mars", "block_size": 4, "mask_token_id": tokenizer.mask_id, "mask_token": "<|mask|>"}
     again = ["--init", str(straight / "mars"), "--data", "arithmetic", "--data-size", "60", "--steps", "1", "--lr", "0"]
@@ -192,7 +192,7 @@ def test_the_mask_id_is_recorded_and_a_trained_mask_is_kept(straight, tmp_path, 
 
 
 def test_the_token_budget_changes_memory_not_gradients(tmp_path, tokenizer):
-    """CASES 29, through the real step. Fault: accumulation that weighs micro-batches instead of tokens."""
+    """Through the real step. Fault: accumulation that weighs micro-batches instead of tokens."""
     rows, _ = encode_rows([p.messages() for p in arithmetic("train", 12)], tokenizer, 256)
     results = []
     for budget in (10**6, 300, 1):
