@@ -80,7 +80,7 @@ def candidates(logits: torch.Tensor, rules: Rules, u=None) -> tuple[torch.Tensor
 
     [MASK] and padding rows are removed before the softmax. Chosen is the likeliest, or with a temperature what `draw` says.
     probability: of the chosen token; entropy: in nats, of the whole distribution (low = sure); margin: the chosen token's
-    probability minus the best other one's. Confidence never depends on temperature or top_p.
+    probability minus the best other one's. Temperature and top_p choose, but confidence is measured without them.
     """
     logits = logits.float().index_fill(-1, rules.never, -torch.inf)
     top, ids = logits.max(-1)
@@ -99,13 +99,14 @@ def candidates(logits: torch.Tensor, rules: Rules, u=None) -> tuple[torch.Tensor
 def draw(logits: torch.Tensor, u: torch.Tensor, temperature: float, top_p: float) -> torch.Tensor:
     """Sampled ids (..., W) from logits (..., W, V): u (..., W) picks from the cumulated probabilities, likeliest token first.
 
-    One u makes one token, so a row's text depends on its own u alone, whatever its batch or its windows.
+    Each place of an answer has one u, which is used again when its candidate was thrown away and is drawn anew: a fresh one
+    would give sure tokens, which are thrown away less often, more than their share.
     """
-    p, order = (logits / temperature).softmax(-1).sort(dim=-1, descending=True, stable=True)
+    p, order = ((logits - logits.amax(-1, keepdim=True)) / temperature).softmax(-1).sort(dim=-1, descending=True, stable=True)
     p = p.masked_fill(p.cumsum(-1) - p >= top_p, 0)                                     # the likeliest always stays
     total = p.cumsum(-1)
     at = torch.searchsorted(total, u[..., None] * total[..., -1:], right=True)
-    return order.gather(-1, at.clamp(max=p.shape[-1] - 1)).squeeze(-1)
+    return order.gather(-1, at).squeeze(-1)
 
 
 def accept_prefix(ids, confidence, tau, limit, eos_ids, measure: str = "probability") -> torch.Tensor:
@@ -186,17 +187,17 @@ class Batch:
     def alive(self) -> bool:
         return bool((self.limit > 0).any())
 
-    def ask(self) -> Ask:
-        """What the rows want of the coming forward. The window is 1 wide when no row could take more."""
+    def ask(self, rows=slice(None)) -> Ask:
+        """What these rows want of the coming forward. The window is 1 wide when none of them could take more."""
         tau = self.tau(int(self.n_forward.max())) if callable(self.tau) else self.tau
-        tau = as_tau(tau, len(self.prompts), self.rules.measure)
-        window = 1 if one_token(tau, self.rules.measure).all() else self.window
-        u = None if self.noise is None else self.noise.gather(1, self.n_taken[:, None] + torch.arange(window))
-        return Ask(tau, self.limit, window, u)
+        tau, limit = as_tau(tau, len(self.prompts), self.rules.measure)[rows], self.limit[rows]
+        window = 1 if (one_token(tau, self.rules.measure) | (limit <= 1)).all() else self.window
+        u = None if self.noise is None else self.noise[rows].gather(1, self.n_taken[rows, None] + torch.arange(window))
+        return Ask(tau, limit, window, u)
 
-    def forwarded(self) -> None:
-        """Count one forward for every row still alive."""
-        self.n_forward += self.limit > 0
+    def forwarded(self, rows=slice(None)) -> None:
+        """Count one forward for each of these rows that is alive."""
+        self.n_forward[rows] += self.limit[rows] > 0
 
     def take(self, ids: torch.Tensor, n: torch.Tensor) -> None:
         """Record that row i took ids[i, :n[i]]; ids (N, W), n (N,)."""
@@ -338,14 +339,15 @@ def generate(
 
     prompts: str (one user turn) or message lists. tau: a float, one per prompt, or a function tau(n_forward) of the forwards
     done so far, called before each forward that takes tokens and returning either; None = one token per forward.
-    block_size: B (default: what the checkpoint was trained with, else 4); window: candidates per forward (default: B; B + 1 is
-    trained too, more is not).
+    window: candidates per forward; block_size is its default (which is what the checkpoint was trained with, else 4). A window of
+    block_size + 1 is trained too, more is not.
     cache: "cursor" | "block" (blocks of cache_block positions) | "none". measure: of confidence, "probability" | "entropy" |
     "margin". on_text(row, text, n_tokens) is called after each forward of a row with the whole characters it added.
-    temperature > 0 samples, from the likeliest tokens that make up top_p; seed (or one per prompt) then fixes the text.
+    temperature > 0 samples, from the likeliest tokens that make up top_p; seed, or one per prompt, then fixes each text whatever
+    its batch (with one seed for all, equal prompts get equal texts).
     stop: strings that end a row. Its text ends before the first of them, its ids with the token that completed it: just as
     when tokens come one at a time. Exact: in float32 the ids of a row depend neither on the cache (block: at tau 1) nor on
-    the other rows, up to ties closer than rounding. Raises UserError for values out of range.
+    the other rows, unless two choices, or a confidence and tau, are closer than rounding. Raises UserError for values out of range.
     """
     tau = tau if tau is not None else 0.0 if measure == "entropy" else 1.0
     block_size = block_size if block_size is not None else tokenizer.mars.get("block_size", 4)
@@ -358,11 +360,14 @@ def generate(
     seeds = [seed] * len(prompts) if isinstance(seed, int) else list(seed)
     if len(seeds) != len(prompts):
         raise UserError(f"{len(seeds)} seeds for {len(prompts)} prompts")
+    stop = stop or ()
     if isinstance(stop, str) or not all(isinstance(s, str) and s for s in stop):
         raise UserError(f"stop {stop!r}: must be a list of non-empty strings")
     for name, value, allowed in (("cache", cache, CACHES), ("measure", measure, MEASURES)):
         if value not in allowed:
             raise UserError(f"{name} {value!r} is not one of {', '.join(allowed)}")
+    if isinstance(prompts, str):
+        raise UserError(f"prompts must be a list, not the text {prompts[:40]!r}")
     if not prompts:
         return []
     if not callable(tau):
@@ -531,7 +536,7 @@ def main(argv=None) -> int:
             one = 0 if args.measure == "entropy" else 1
             print(f"note: {where} was not trained with MARS: with more than one token per forward it says noise; try --tau {one}")
         print(f"{where} ({why}) on {device}, {str(dtype).removeprefix('torch.')} ({reason}); "
-              f"tau {args.tau:g}, B={args.block_size}, {args.cache} cache\n", flush=True)
+              f"tau {args.tau:g}, window {args.window or args.block_size}, {args.cache} cache\n", flush=True)
         terminal = sys.stdin is not None and sys.stdin.isatty()
         piped = "" if args.prompt or terminal or sys.stdin is None else sys.stdin.read().strip()
         prompts = args.prompt or [piped or SAMPLE]

@@ -81,7 +81,8 @@ def transformers_parity(folder, model, tokenizer, prompts, n: int, ids200: list[
         runs = []
         for p in tqdm(prompts, desc="transformers", unit="prompt"):
             x = torch.tensor([p])
-            out = theirs.generate(x, attention_mask=torch.ones_like(x), max_new_tokens=n, do_sample=False, pad_token_id=tokenizer.pad_id)
+            out = theirs.generate(x, attention_mask=torch.ones_like(x), max_new_tokens=n, do_sample=False, repetition_penalty=1.0,
+                                  pad_token_id=tokenizer.pad_id)
             runs.append(out[0, len(p) :].tolist())
     return largest, runs
 

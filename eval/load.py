@@ -1,7 +1,8 @@
 """Live tau under load: the paper's "real-time speed adjustment", measured.
 
-Requests arrive at random: for a while fewer than one token per forward can serve, then more, then fewer again. Three servers meet
-the same requests: tau fixed at 1, tau fixed at a fast value, and a controller that lowers tau while requests wait and restores it.
+Requests arrive at random: for a while fewer than a server that takes one token per forward can answer, then more, then fewer again.
+Three servers meet the same requests: tau fixed at 1, tau fixed at a fast value, and a controller that lowers tau while requests wait
+and restores it.
 Rows are refilled as soon as they are free (continuous batching on the cursor cache).
 
     python -m eval.load --model tiny-mars --out results/load.json --plot pictures/load.png
@@ -20,7 +21,7 @@ from pathlib import Path
 import torch
 
 from data import ChatTokenizer, arithmetic, final_number
-from decode import Ask, Batch, Generation, Rules, cursor_step
+from decode import Batch, Generation, Rules, cursor_step
 from eval.results import provenance, write_results
 from eval.run import wilson
 from kvcache import KVCache
@@ -42,11 +43,10 @@ class Server:
         """Row i answers prompt from now on. The prompt is read by a forward of its row alone, so that no other row is padded to it."""
         if self.batch.limit[i]:
             raise ValueError(f"row {i} is not free")
-        self.batch.start(i, prompt, seed)
-        ids = self.batch.prompts[i]
+        ids = self.batch.tokenizer.encode_prompt(prompt)
         if len(ids) > self.max_prompt:
             raise UserError(f"a prompt of {len(ids)} tokens; this server was made for {self.max_prompt}")
-        self.cache.cursor[i] = 0
+        self.batch.start(i, prompt, seed)
         self._forward(slice(i, i + 1), self.cache.row(i), torch.tensor([ids]), torch.tensor([len(ids)]), tau)
 
     def step(self, tau: float) -> None:
@@ -56,14 +56,14 @@ class Server:
     def _forward(self, rows: slice, cache, pending, n_pending, tau: float) -> None:
         batch = self.batch
         batch.tau = tau
-        ask = batch.ask()
-        part = Ask(ask.tau[rows], ask.limit[rows], ask.window, None if ask.u is None else ask.u[rows])
-        some_ids, some_n = cursor_step(self.model, cache, pending, n_pending, part, batch.rules)
+        ask = batch.ask(rows)
         ids, n = torch.zeros_like(self.pending), torch.zeros_like(self.n_pending)
-        ids[rows, : ask.window], n[rows] = some_ids, some_n
-        batch.n_forward[rows] += batch.limit[rows] > 0
+        ids[rows, : ask.window], n[rows] = cursor_step(self.model, cache, pending, n_pending, ask, batch.rules)
+        batch.forwarded(rows)
         batch.take(ids, n)
         self.pending[rows], self.n_pending[rows] = ids[rows], n[rows]
+        free = batch.limit == 0  # nothing of these rows is read any more
+        self.n_pending[free], self.cache.cursor[free] = 0, 0
 
 
 @dataclass
@@ -71,6 +71,7 @@ class Request:
     question: str
     gold: float
     arrives: float                      # seconds from the start
+    seed: int = 0                       # of sampling
     finished: float = math.nan
     generation: Generation | None = None
 
@@ -90,7 +91,7 @@ class Clock:
 
 @torch.inference_mode()
 def serve(server: Server, requests: list[Request], policy, clock) -> list[tuple]:
-    """Answer all requests, first come first served. policy: number of requests for which no row is free -> tau.
+    """Answer all requests (sorted by arrival), first come first served. policy: number of requests for which no row is free -> tau.
 
     Fills in the requests; returns one (seconds, waiting, busy rows, tau) per step.
     """
@@ -105,7 +106,7 @@ def serve(server: Server, requests: list[Request], policy, clock) -> list[tuple]
         tau = policy(max(0, len(waiting) - len(free)))
         for i in free[: len(waiting)]:
             serving[i] = waiting.pop(0)
-            server.admit(i, serving[i].question, tau)
+            server.admit(i, serving[i].question, tau, serving[i].seed)
         trace.append((clock.now(), len(waiting), len(serving), tau))
         if batch.alive():
             server.step(tau)
@@ -150,7 +151,7 @@ def summary(name: str, requests: list[Request], trace: list[tuple], ends: list[f
         "tokens_per_forward": tokens / forwards, "finished_per_second_in_the_rush": len(in_rush) / (ends[1] - ends[0]),
         "most_waiting": max(w for _, w, _, _ in trace), "mean_tau": statistics.fmean(tau for *_, tau in trace),
         "lowest_tau": min(tau for *_, tau in trace), "last_tau": trace[-1][-1],
-        "seconds_to_clear": max((t for t, w, _, _ in trace if w), default=0.0) - ends[1],  # after the rush, until nobody waits any more
+        "seconds_to_clear": next((t - ends[1] for t, w, _, _ in trace if t >= ends[1] and not w), None),  # after the rush, until nobody waits
     }  # fmt: skip
 
 
@@ -200,7 +201,8 @@ def run(args) -> dict:
     device = pick_device(args.device)
     dtype, reason = pick_dtype(device, args.dtype)
     model, tokenizer = load_pretrained(args.model, dtype, device), ChatTokenizer.from_pretrained(args.model)
-    window = args.window or tokenizer.mars.get("block_size", 4)
+    window = args.window if args.window is not None else tokenizer.mars.get("block_size", 4)
+    args.patience = args.patience if args.patience is not None else args.rows
     print(f"{args.model} on {device}, {str(dtype).removeprefix('torch.')} ({reason}); {args.rows} rows, window {window}", flush=True)
     questions = arithmetic("test", args.questions)
     longest = max(len(tokenizer.encode_prompt(p.question)) for p in questions)
@@ -214,15 +216,17 @@ def run(args) -> dict:
         many = requests([0.0] * (12 * args.rows))
         serve(new_server(), many, lambda waiting: tau, Clock())
         done = sorted(r.finished for r in many)
-        return (len(many) - args.rows) / (done[-args.rows] - done[0] + 1e-9)  # between the first to finish and the last to wait
+        return (len(many) - args.rows) / (done[-args.rows] - done[0])  # between the first to finish and the last to wait
 
     capacity(1.0)  # warm up
     at_one = statistics.median(capacity(1.0) for _ in range(3))
     seconds = args.seconds
     phases = list(zip([args.calm * at_one, args.rush * at_one, args.calm * at_one], seconds))
     ends, times = [sum(seconds[: i + 1]) for i in range(3)], arrivals(phases, args.seed)
+    if not any(ends[0] <= t < ends[1] for t in times):
+        raise UserError(f"--rush {args.rush:g}: no request came in these {seconds[1]:g} seconds; raise it, or --seconds")
     policies = {"tau 1": lambda waiting: 1.0, f"tau {args.tau_fixed:g}": lambda waiting: args.tau_fixed,
-                f"controlled, {args.tau_low:g}..1": controller(args.tau_low, args.patience or args.rows)}
+                f"controlled, {args.tau_low:g}..1": controller(args.tau_low, args.patience)}
     runs = {}
     for name, policy in policies.items():
         print(f"serving {len(times)} requests with {name} ...", flush=True)
@@ -266,12 +270,17 @@ def main(argv=None) -> int:
         args.seconds = [float(s) for s in args.seconds.split(",")]
     except ValueError:
         args.seconds = []
-    if len(args.seconds) != 3 or min(args.seconds) <= 0:
+    if len(args.seconds) != 3 or not all(0 < s < math.inf for s in args.seconds):
         parser.error("--seconds: must be three numbers above 0 with commas between")
-    if min(args.rows, args.questions, args.patience or 1, args.window or 1) < 1 or not min(args.calm, args.rush) > 0:
-        parser.error("--rows, --questions, --patience and --window must be at least 1, --calm and --rush above 0")
-    if not 0 <= args.tau_low <= 1 or not 0 <= args.tau_fixed:
-        parser.error("--tau-low must be within 0..1, --tau-fixed at least 0")
+    for option in ("rows", "questions", "patience", "window"):
+        if (value := getattr(args, option)) is not None and value < 1:
+            parser.error(f"--{option} {value}: must be at least 1")
+    for option in ("calm", "rush"):
+        if not 0 < getattr(args, option) < math.inf:
+            parser.error(f"--{option} {getattr(args, option)}: must be above 0 and finite")
+    for option in ("tau_low", "tau_fixed"):
+        if not 0 <= getattr(args, option) <= 1:
+            parser.error(f"--{option.replace('_', '-')} {getattr(args, option)}: must be within 0..1")
     try:
         result = run(args)
     except UserError as e:

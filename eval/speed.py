@@ -22,7 +22,7 @@ import torch
 from tqdm import tqdm
 
 from data import ChatTokenizer, arithmetic, read_chats
-from decode import Ask, Rules, candidates, generate
+from decode import Rules, candidates, generate
 from eval.results import provenance, write_results
 from kvcache import KVCache
 from model import UserError, load_pretrained, pick_device, pick_dtype, resolve
@@ -36,7 +36,8 @@ class Timing(NamedTuple):
     tokens: int
     forwards: int
     seconds: float
-    prefill: float          # of the seconds, until the prompt was read
+    prefill: float          # of the seconds: the forward that reads the prompt
+    prefill_tokens: int     # of the tokens: what that forward took
     ids: list[list[int]]
     peak_mb: float | None = None
 
@@ -57,7 +58,7 @@ def ratios(timings: list[Timing], base: list[Timing]) -> list[float]:
 
 
 def our_mode(model, tokenizer, tau: float, **settings):
-    """A mode of our decoder. The time of the prefill is taken where tau is asked for the second forward."""
+    """A mode of our decoder. The prefill ends where tau is asked for with one forward done."""
 
     def run(prompts) -> Timing:
         first = []
@@ -68,23 +69,29 @@ def our_mode(model, tokenizer, tau: float, **settings):
                 first.append(time.perf_counter())
             return tau
 
-        reset_peak(model)
+        peak = start_peak(model)
         began = time.perf_counter()
         done = generate(model, tokenizer, prompts, ask_tau, **settings)
         ended = time.perf_counter()
         tokens, forwards = sum(len(g.ids) for g in done), sum(g.n_forward for g in done)
-        return Timing(tokens, forwards, ended - began, (first or [ended])[0] - began, [g.ids for g in done], peak_mb(model))
+        prefilled = 0 if settings.get("cache") == "block" else sum(g.accepted[0] for g in done)
+        return Timing(tokens, forwards, ended - began, (first or [ended])[0] - began, prefilled, [g.ids for g in done], peak())
 
     return run
 
 
 def transformers_mode(folder: Path, tokenizer, dtype, device, max_new_tokens: int):
-    """A mode of transformers: greedy generate() with its default cache. Left-padded batches, as its documentation asks for."""
+    """A mode of transformers: greedy generate() with its default cache. Left-padded batches, as its documentation asks for.
+
+    Its time includes making ids of the prompts and text of the answers, as ours does.
+    """
     try:
-        from transformers import AutoModelForCausalLM
+        from transformers import AutoModelForCausalLM, GenerationConfig
     except ImportError:
         raise UserError("--peer transformers: pip install transformers") from None
     peer = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device).eval()
+    ends = dict(eos_token_id=tokenizer.eos_ids, pad_token_id=tokenizer.eos_ids[0])
+    peer.generation_config = GenerationConfig(do_sample=False, max_new_tokens=max_new_tokens, **ends)  # no penalties of the folder's
 
     @torch.inference_mode()
     def run(prompts) -> Timing:
@@ -96,18 +103,19 @@ def transformers_mode(folder: Path, tokenizer, dtype, device, max_new_tokens: in
                 first.append(time.perf_counter())
             return torch.zeros(len(prompts), dtype=torch.bool, device=device)
 
+        peak = start_peak(peer)
+        began = time.perf_counter()
         rows = [tokenizer.encode_prompt(p) for p in prompts]
         width = max(map(len, rows))
         input_ids = torch.tensor([[0] * (width - len(r)) + r for r in rows], device=device)
         attention_mask = torch.tensor([[0] * (width - len(r)) + [1] * len(r) for r in rows], device=device)
-        reset_peak(peer)
-        began = time.perf_counter()
-        out = peer.generate(input_ids, attention_mask=attention_mask, do_sample=False, max_new_tokens=max_new_tokens,
-                            eos_token_id=tokenizer.eos_ids, pad_token_id=tokenizer.eos_ids[0], stopping_criteria=[after_a_token])
+        out = peer.generate(input_ids, attention_mask=attention_mask, stopping_criteria=[after_a_token])
         said = [whole(ids, tokenizer.eos_ids) for ids in out[:, width:].tolist()]
+        for ids in said:
+            tokenizer.decode(ids)
         ended = time.perf_counter()
         tokens = sum(map(len, said))
-        return Timing(tokens, tokens, ended - began, first[0] - began, said, peak_mb(peer))
+        return Timing(tokens, tokens, ended - began, first[0] - began, len(said), said, peak())
 
     return run
 
@@ -126,25 +134,20 @@ def synchronize(model) -> None:
         torch.cuda.synchronize()
 
 
-def reset_peak(model) -> None:
-    """Forget the peak of memory: CUDA's tensors, or on Linux the resident memory of this process."""
+def start_peak(model):
+    """Begin to watch the peak of memory. Returns a function that tells it in MB.
+
+    On CUDA: of its tensors. On Linux: of the resident memory of the whole process, with what other modes left behind and
+    every model that is loaded. Elsewhere None.
+    """
     if next(model.parameters()).device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
+        return lambda: torch.cuda.max_memory_allocated() / 2**20
     try:
         Path("/proc/self/clear_refs").write_text("5")
-    except OSError:  # not Linux, or not allowed: peaks are then not told
-        pass
-
-
-def peak_mb(model) -> float | None:
-    """Peak since reset_peak in MB: of tensors on CUDA, else of the whole process (None where that cannot be read)."""
-    if next(model.parameters()).device.type == "cuda":
-        return torch.cuda.max_memory_allocated() / 2**20
-    try:
-        lines = Path("/proc/self/status").read_text().splitlines()
-        return next(int(line.split()[1]) / 1024 for line in lines if line.startswith("VmHWM"))
-    except (OSError, StopIteration):
-        return None
+    except OSError:
+        return lambda: None
+    return lambda: next(int(line.split()[1]) / 1024 for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
 
 
 def interleaved(functions: dict, repeats: int) -> dict[str, float]:
@@ -194,13 +197,13 @@ def limits(model, seconds_of_a_step: float, dtype, repeats: int) -> dict:
 def summary(batch: int, mode: str, timings: list[Timing], base: list[Timing]) -> dict:
     """One row of the table: medians over the rounds, and the spread of the ratio."""
     ratio = ratios(timings, base)
-    decode = [(t.tokens - len(t.ids)) / (t.seconds - t.prefill) for t in timings if t.seconds > t.prefill]
+    decode = [(t.tokens - t.prefill_tokens) / (t.seconds - t.prefill) for t in timings if t.seconds > t.prefill]
     peaks = [t.peak_mb for t in timings if t.peak_mb is not None]
     same = [a == b for t, o in zip(timings, base) for a, b in zip(t.ids, o.ids)]
     return {
         "batch": batch, "mode": mode,
         "tokens_per_second": statistics.median(t.tokens / t.seconds for t in timings),
-        "decode_tokens_per_second": statistics.median(decode) if decode else None,  # without the prefill and its token
+        "decode_tokens_per_second": statistics.median(decode) if decode else None,  # without the prefill
         "seconds": statistics.median(t.seconds for t in timings), "prefill_seconds": statistics.median(t.prefill for t in timings),
         "ratio_to_ar": statistics.median(ratio), "ratio_low": min(ratio), "ratio_high": max(ratio),
         "tokens_per_forward": sum(t.tokens for t in timings) / sum(t.forwards for t in timings),
@@ -290,7 +293,7 @@ def main(argv=None) -> int:
     add("--block-size", type=int, default=None, metavar="B", help="default: as trained")
     add("--window", type=int, default=None, metavar="W", help="candidates per forward (default: B)")
     add("--max-new-tokens", type=int, default=128, metavar="N")
-    add("--rounds", type=int, default=5, metavar="N", help="each with questions of its own, after one that warms up")
+    add("--rounds", type=int, default=5, metavar="N", help="each with other questions while the file has them, after one to warm up")
     add("--compile", action="store_true", help="torch.compile the forward of our modes")
     add("--device", default="auto")
     add("--dtype", default="auto", choices=["auto", "float32", "bfloat16"])
@@ -304,9 +307,10 @@ def main(argv=None) -> int:
     names = list(dict.fromkeys(["ar", *args.modes.split(",")]))
     wrong = [m for m in names if m not in ("ar", "none", "cursor") and not (m.startswith("block") and m[5:].isdigit() and int(m[5:]))]
     if wrong:
-        parser.error(f"--modes {','.join(wrong)}: allowed are ar, none, cursor, and block4, block8, ...")
-    if args.rounds < 1:
-        parser.error("--rounds must be at least 1")
+        parser.error(f"--modes {','.join(wrong)}: allowed are ar, none, cursor, and block4, block8, ...; transformers is --peer")
+    for option in ("rounds", "block_size", "window", "max_new_tokens"):
+        if (value := getattr(args, option)) is not None and value < 1:
+            parser.error(f"--{option.replace('_', '-')} {value}: must be at least 1")
     try:
         result = run(args, batches, names)
     except UserError as e:

@@ -291,7 +291,7 @@ def test_tau_out_of_range_is_refused(model, tokenizer, bad):
 
 @pytest.mark.parametrize("option, value", [
     ("block_size", 0), ("window", 0), ("max_new_tokens", 0), ("cache_block", 0), ("cache", "paged"), ("measure", "luck"),
-    ("temperature", -1.0), ("temperature", float("nan")), ("top_p", 0.0), ("top_p", 1.1), ("stop", "a string"), ("stop", [""]),
+    ("temperature", -1.0), ("temperature", float("nan")), ("top_p", 0.0), ("top_p", 1.1), ("stop", "a string"), ("stop", [""]), ("prompts", "Hi"),
     ("seed", [1, 2]),
 ])
 def test_options_out_of_range_are_named(model, tokenizer, option, value):
@@ -343,6 +343,26 @@ def test_the_seed_fixes_the_text_whatever_the_batch(model, tokenizer, cache):
     assert ids(together) == ids(run(model, t, seed=seeds, **{**kw, "cache": "none"}))
     one = [run(model, t, ["Hi"], seed=s, **kw)[0].ids for s in range(4)]
     assert len(set(map(tuple, one))) == 4 and one[0] == run(model, t, ["Hi"], seed=0, **kw)[0].ids
+
+
+def test_a_rejected_candidate_is_drawn_again_with_the_same_number(tokenizer):
+    """Fault: a fresh number after a rejection, which favours sure tokens. A model that says the same everywhere: then windows
+    must not change the text at all."""
+    model, t = tiny_model(), quiet(tokenizer)
+    logits = torch.randn(512, generator=torch.Generator().manual_seed(0)) * 2
+    model.logits = lambda h: logits.expand(*h.shape[:-1], 512)
+    one, several = (run(model, t, ["Hi"], tau=tau, temperature=1.0, seed=7)[0] for tau in (1.0, 0.02))
+    assert several.ids == one.ids and 1 < max(several.accepted) and 1 in several.accepted
+
+
+def test_the_window_closes_when_nobody_could_take_more(model, tokenizer):
+    """Fault: B columns computed and paid for by rows at tau 1, after the only row that used them has ended."""
+    t, widths = quiet(tokenizer), []
+    model.logits = lambda h, real=model.logits: (widths.append(h.shape[1]), real(h))[1]
+    t.eos_ids = [run(model, t, ["Ben"], tau=0.0, max_new_tokens=4)[0].ids[3]]
+    widths.clear()
+    a, b = run(model, t, ["Hi", "Ben"], tau=[1.0, 0.0], max_new_tokens=6)
+    assert b.stop_reason == "eos" and widths == [4] * b.n_forward + [1] * (a.n_forward - b.n_forward) and 1 in widths
 
 
 def test_cold_sampling_is_greedy(model, tokenizer):

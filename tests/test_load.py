@@ -1,5 +1,6 @@
 """Continuous batching, the controller of tau, and what eval/load.py concludes."""
 
+import copy
 import json
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 from conftest import tiny_model
 
 from data import arithmetic
-from decode import generate
+from decode import Generation, generate
 from eval import load
 from model import UserError
 
@@ -34,20 +35,20 @@ def sharp_model():
 
 
 def requests(times):
-    return [load.Request(q, 1.0, t) for q, t in zip(QUESTIONS, times)]
+    return [load.Request(q, 1.0, t, seed) for seed, (q, t) in enumerate(zip(QUESTIONS, times))]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_refilling_changes_no_rows_result(tokenizer, temperature):
     """Fault: a newcomer reads what the row before it left in the cache, disturbs its neighbours, or draws their numbers. Nine
     requests through three rows, with uneven acceptance and ends by EOS, against each request alone."""
-    model = sharp_model()
-    tokenizer.eos_ids = [*generate(model, tokenizer, [QUESTIONS[0]], 0.3, 4, 30)[0].ids[11:12], *tokenizer.eos_ids]
+    model, tokenizer = sharp_model(), copy.copy(tokenizer)
+    tokenizer.eos_ids = [*tokenizer.eos_ids, generate(model, tokenizer, [QUESTIONS[0]], 0.3, 4, 30)[0].ids[11]]
     longest = max(len(tokenizer.encode_prompt(q)) for q in QUESTIONS)
     server = load.Server(model, tokenizer, 3, longest, 4, 30, temperature=temperature)
     todo = requests([0, 0, 0, 5, 6, 20, 21, 21, 22])
     trace = load.serve(server, todo, lambda waiting: 0.3, Ticks())
-    alone = [generate(model, tokenizer, [q], 0.3, 4, 30, temperature=temperature)[0] for q in QUESTIONS]
+    alone = [generate(model, tokenizer, [q], 0.3, 4, 30, temperature=temperature, seed=i)[0] for i, q in enumerate(QUESTIONS)]
     key = lambda g: (g.ids, g.accepted, g.n_forward, g.stop_reason, g.text)
     assert [key(r.generation) for r in todo] == [key(g) for g in alone]
     assert len({len(g.ids) for g in alone}) > 1 and max(busy for _, _, busy, _ in trace) == 3
@@ -73,6 +74,7 @@ def test_a_busy_row_and_a_long_prompt_are_refused(tokenizer):
     server = load.Server(tiny_model(), tokenizer, 1, 20, 4, 8)
     with pytest.raises(UserError, match="a prompt of .* this server was made for 20"):
         server.admit(0, QUESTIONS[0], 1.0)
+    server.admit(0, "Hi", 1.0)  # the row is still free
     server = load.Server(tiny_model(), tokenizer, 1, 200, 4, 8)
     server.admit(0, QUESTIONS[0], 1.0)
     with pytest.raises(ValueError, match="row 0 is not free"):
@@ -104,6 +106,17 @@ def test_percentiles():
     assert [load.percentile(values, s) for s in (0.5, 0.95, 0.99, 1.0)] == [50, 95, 99, 100] and load.percentile([7.0], 0.5) == 7
 
 
+def test_what_a_server_made_of_its_requests():
+    """Fault: latency from the start instead of the arrival, the rush taken for the whole, waiting after the rush misread."""
+    done = lambda text: Generation(ids=[5] * 8, text=text, n_forward=4)
+    todo = [load.Request("q", 7.0, t, 0, t + late, done(text)) for t, late, text in ((0, 1, "#### 7"), (12, 3, "#### 7"), (25, 2, "#### 8"))]
+    trace = [(0.0, 0, 1, 1.0), (12.0, 2, 1, 0.9), (21.0, 1, 1, 0.95), (24.0, 0, 1, 1.0), (26.0, 3, 1, 0.9), (27.0, 0, 1, 1.0)]
+    row = load.summary("x", todo, trace, [10, 20, 30])
+    assert (row["p50"], row["p95"], row["p95_of_the_rush"], row["seconds_to_clear"], row["most_waiting"]) == (2, 3, 3, 4, 3)
+    assert row["accuracy"] == 2 / 3 and row["tokens_per_forward"] == 2 and row["finished_per_second_in_the_rush"] == 0.1
+    assert (row["lowest_tau"], row["last_tau"]) == (0.9, 1.0)
+
+
 def test_the_command(model_dir, tmp_path, capsys):
     """Fault: a renamed field, a picture that cannot be drawn. An untrained model: only the plumbing is looked at."""
     pytest.importorskip("matplotlib")
@@ -116,9 +129,10 @@ def test_the_command(model_dir, tmp_path, capsys):
     assert (tmp_path / "r.png").stat().st_size > 5000 and json.loads((tmp_path / "r.json").read_text())["torch"] == torch.__version__
 
 
-@pytest.mark.parametrize("argv", ["--seconds 1,2", "--seconds a,b,c", "--rows 0", "--rush 0", "--tau-low 1.5", "--tau-fixed nan"])
+@pytest.mark.parametrize("argv", ["--seconds 1,2", "--seconds a,b,c", "--rows 0", "--rush 0", "--tau-low 1.5", "--tau-fixed nan", "--patience 0",
+                                  "--calm inf"])
 def test_options_out_of_range_are_named(argv, capsys):
     """Fault: a traceback, or a server that never ends."""
     with pytest.raises(SystemExit):
         load.main(argv.split())
-    assert argv.split()[0] in capsys.readouterr().err
+    assert argv.split()[0] in capsys.readouterr().err.splitlines()[-1]
