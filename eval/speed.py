@@ -25,7 +25,7 @@ from data import ChatTokenizer, arithmetic, read_chats
 from decode import Rules, candidates, generate
 from eval.results import provenance, write_results
 from kvcache import KVCache
-from model import UserError, load_pretrained, pick_device, pick_dtype, resolve
+from model import MLP, RMSNorm, UserError, load_pretrained, pick_device, pick_dtype, resolve
 
 MODES = "ar,none,block4,block8,block16,block32,block64,cursor"
 
@@ -294,7 +294,7 @@ def main(argv=None) -> int:
     add("--window", type=int, default=None, metavar="W", help="candidates per forward (default: B)")
     add("--max-new-tokens", type=int, default=128, metavar="N")
     add("--rounds", type=int, default=5, metavar="N", help="each with other questions while the file has them, after one to warm up")
-    add("--compile", action="store_true", help="torch.compile the forward of our modes")
+    add("--compile", action="store_true", help="torch.compile the norms and MLPs of our modes (needs a C++ compiler)")
     add("--device", default="auto")
     add("--dtype", default="auto", choices=["auto", "float32", "bfloat16"])
     add = parser.add_argument_group("output").add_argument
@@ -337,8 +337,10 @@ def run(args, batches: list[int], names: list[str]) -> dict:
             raise UserError(f"{args.prompts}: {len(prompts)} prompts are fewer than one batch of {max(batches)}")
     print(f"{args.model} on {device}, {str(dtype).removeprefix('torch.')} ({reason}); tau {args.tau:g}, B={block_size}, window {window}, "
           f"{args.rounds} rounds, up to {args.max_new_tokens} tokens each", flush=True)
-    if args.compile:
-        model.compile(dynamic=True)
+    if args.compile:  # the parts whose shapes stay; attention's grow with every step
+        for part in model.modules():
+            if isinstance(part, (RMSNorm, MLP)):
+                part.compile(dynamic=True)
     settings = dict(block_size=block_size, window=window, max_new_tokens=args.max_new_tokens)
     modes = {}
     for name in names:
