@@ -526,7 +526,8 @@ def score(folder: Path, tokenizer, args) -> dict:
         before, after = Qwen2(tiny_config(tokenizer)).init_weights(args.seed).to(args.device, args.dtype), load(folder)
     else:
         before, after = load(args.init), load(folder)
-    result = measure(before, after, tokenizer, args.problems, args.block_size, quiet=args.quiet)
+    n_rounds = max(1, min(4, args.problems // 50))
+    result = measure(before, after, tokenizer, args.problems, args.block_size, n_rounds=n_rounds, quiet=args.quiet)
     print(f"\n{table(result)}", flush=True)
     return result
 

@@ -1,6 +1,6 @@
 """The README's "change this line" experiments: each changes one line or flag, trains the tiny MARS model, and scores it.
 
-    python -m eval.experiments --out results/experiments.json                  all of them, about half an hour on two cores
+    python -m eval.experiments --out results/experiments.json                  all of them, about three quarters of an hour on two cores
     python -m eval.experiments --only leak --out out/leak.json                 one
 
 A changed line is changed in a temporary copy of the code, so the working tree stays as it is.

@@ -168,6 +168,16 @@ def table(result: dict) -> str:
     return "\n".join(lines)
 
 
+def markdown(result: dict) -> str:
+    """The README's table."""
+    lines = ["| server | right | latency, half below | 95 % below | 95 % of the rush below | answered per second in the rush | mean tau | tau at the end |",
+             "|---|---|---|---|---|---|---|---|"]
+    for r in result["rows"]:
+        lines.append(f"| {r['policy']} | {r['accuracy']:.1%} | {r['p50']:.2f} s | {r['p95']:.2f} s | {r['p95_of_the_rush']:.2f} s | "
+                     f"{r['finished_per_second_in_the_rush']:.1f} | {r['mean_tau']:.3f} | {r['last_tau']:g} |")
+    return "\n".join(lines)
+
+
 def plot(runs: dict, ends: list[float], file: Path) -> None:
     """Waiting requests, tau and latency over time. runs: {policy: (requests, trace)}."""
     try:

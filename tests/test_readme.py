@@ -12,7 +12,7 @@ from conftest import ROOT
 
 import train
 from data import arithmetic
-from eval import experiments
+from eval import experiments, load, quick, speed
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 LINES = [line.strip() for block in re.findall(r"```sh\n(.*?)```", README, re.DOTALL) for line in block.splitlines() if line.strip()]
@@ -27,7 +27,7 @@ def test_the_readme_shows_commands():
 SHORTER = {  # appended to each command, where the last of two equal flags counts
     "train.py": "--steps 1 --batch-size 2 --data-size 8 --quiet --overwrite --device cpu",
     "decode.py": "--max-new-tokens 4 --device cpu",
-    "eval.quick": "--problems 2 --device cpu",
+    "eval.quick": "--problems 2 --rounds 1 --device cpu",
     "eval.experiments": "--problems 2",
     "eval.pictures": "",
     "eval.speed": "--rounds 1 --batch 1,2 --max-new-tokens 4 --device cpu",
@@ -54,6 +54,7 @@ def test_every_command_runs(model_dir, tmp_path, monkeypatch, capsys):
     shutil.copytree(ROOT / "results", tmp_path / "results")
     row = {"tau": 1.0, "accuracy": 1.0, "tokens_per_forward": 1.0}
     monkeypatch.setattr(experiments, "run", lambda *a: [row])
+    monkeypatch.setattr(quick, "speedups", lambda modes, *a: [1.0] * len(modes))  # minutes with a model that never says EOS
     for line in LINES:
         words = shlex.split(line, comments=True)
         if words[0] == "pip" or words[1:] == ["-m", "pytest"]:
@@ -95,6 +96,16 @@ def test_every_experiment_is_in_the_table_as_it_was_run():
         [line] = [line for line in README.splitlines() if line.startswith(f"| {e.name} |")]
         for r in measured[e.name]["rows"]:
             assert f"{100 * r['accuracy']:.1f} % at {r['tokens_per_forward']:.2f}" in line, (e.name, r)
+
+
+def test_tables_are_those_of_the_results_files():
+    """Fault: a table typed by hand, or left behind by newer results."""
+    read = lambda name: json.loads((ROOT / "results" / name).read_text(encoding="utf-8"))
+    assert speed.markdown(read("speed-tiny.json")) in README and load.markdown(read("load.json")) in README
+    result = read("tiny.json")
+    for name, r in [("before MARS", result["sft"]), *((f"MARS, tau {r['tau']:g}", r) for r in result["mars"].values())]:
+        row = f"| {name} | {100 * r['accuracy']:.1f} % | {r['tokens_per_forward']:.2f} | {r['speedup']:.2f}x | {r['speedup_batch16']:.2f}x |"
+        assert row in README, row
 
 
 def test_the_mask_picture_is_the_mask():
