@@ -22,7 +22,7 @@ def run(out, *more, stages="sft,mars", steps="5,5"):
 
 def settled(out, *more):
     """Arguments as run() leaves them."""
-    args = train.parse([*SMALL, "--out", str(out), *more])
+    args = train.parse([*SMALL, "--anchor", "start", "--out", str(out), *more])
     args.device, args.dtype = torch.device("cpu"), torch.float32
     return args
 
