@@ -29,7 +29,11 @@ from model import UserError, load_pretrained, pick_device, pick_dtype
 
 
 class Server:
-    """n_rows rows of one cache, each answering a prompt of its own; `admit` fills a free row, `step` is one forward of all."""
+    """n_rows rows of one cache, each answering a prompt of its own; `admit` fills a free row, `step` is one forward of all.
+
+    max_prompt, max_new_tokens: in tokens, per row. rules: what `decode.Rules.of` takes. A row i is free while batch.limit[i] is 0;
+    its answer is batch.generations[i]. Raises UserError for a prompt that is too long, ValueError for a row that is not free.
+    """
 
     def __init__(self, model, tokenizer, n_rows: int, max_prompt: int, window: int = 4, max_new_tokens: int = 128, **rules):
         device = model.lm_head.weight.device
