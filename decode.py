@@ -27,7 +27,7 @@ import torch
 
 from data import ChatTokenizer
 from kvcache import KVCache
-from model import UserError, is_out_of_memory, load_pretrained, pick_device, pick_dtype, resolve
+from model import UserError, is_out_of_memory, load_pretrained, pack, pick_device, pick_dtype, resolve
 
 SUBSCRIPT = str.maketrans("0123456789", "₀₁₂₃₄₅₆₇₈₉")
 MEASURES = ("probability", "entropy", "margin")
@@ -450,6 +450,7 @@ def parse(argv) -> argparse.Namespace:
     add("--model", default=None, metavar="NAME|DIR", help="folder, short name or hub id (default: the newest under out/)")
     add("--device", default="auto", help="auto | cuda | mps | cpu")
     add("--dtype", default="auto", choices=["auto", "float32", "bfloat16"], help="default: bfloat16 where it is fast")
+    add("--pack", default=True, action=argparse.BooleanOptionalAction, help="a float32 model on a CPU: weights in blocks, for speed")
     add = parser.add_argument_group("what to say").add_argument
     add("--prompt", action="append", metavar="TEXT", help="may be given several times: one batch. Without it: what is "
         "piped in; else a sample problem, and on a terminal then yours")
@@ -531,6 +532,7 @@ def main(argv=None) -> int:
         folder = resolve(where)
         tokenizer = ChatTokenizer.from_pretrained(folder)
         model = load_pretrained(folder, dtype=dtype, device=device)
+        model = pack(model) if args.pack else model
         args.block_size = args.block_size if args.block_size is not None else tokenizer.mars.get("block_size", 4)
         if tokenizer.mars.get("stage") != "mars" and not one_token(args.tau, args.measure):
             one = 0 if args.measure == "entropy" else 1

@@ -25,7 +25,7 @@ from data import ChatTokenizer, arithmetic, read_chats
 from decode import Rules, candidates, generate
 from eval.results import provenance, write_results
 from kvcache import KVCache
-from model import MLP, RMSNorm, UserError, load_pretrained, pick_device, pick_dtype, resolve
+from model import MLP, PackedLinear, RMSNorm, UserError, load_pretrained, pack, pick_device, pick_dtype, resolve
 
 MODES = "ar,none,block4,block8,block16,block32,block64,cursor"
 
@@ -176,19 +176,30 @@ def forward_seconds(model, tokenizer, batch: int, widths, context: int, repeats:
     return interleaved({w: lambda w=w: step(w) for w in widths}, repeats)
 
 
-@torch.inference_mode()
-def limits(model, seconds_of_a_step: float, dtype, repeats: int) -> dict:
-    """GB/s: of the weights in a one-token step, of one large matrix times a vector, and of plain reading, on this machine."""
-    device = model.lm_head.weight.device
+def weight_bytes(model) -> int:
+    """Bytes of the weights that a step of one token reads."""
     n_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
-    if not model.config.tie_word_embeddings:
-        n_bytes -= model.model.embed_tokens.weight.nbytes                         # of which a step reads one row
-    big, x = torch.ones(16384, 8192, dtype=dtype, device=device), torch.ones(1, 8192, dtype=dtype, device=device)
-    plain = torch.ones(2**27, dtype=torch.float32, device=device)
-    functions = {"linear": lambda: torch.nn.functional.linear(x, big)[0, 0].item(), "read": lambda: plain.sum().item()}
+    return n_bytes if model.config.tie_word_embeddings else n_bytes - model.model.embed_tokens.weight.nbytes  # one row of it is read
+
+
+@torch.inference_mode()
+def limits(n_bytes: int, seconds_of_a_step: float, dtype, device, window: int, packed: bool, repeats: int) -> dict:
+    """What this machine can do. GB/s of the weights in a one-token step, of one large linear on one row, and of plain reading.
+
+    linear_window_over_one: time of the linear on `window` rows over one row, a bound for window_over_ar_forward.
+    """
+    big = torch.nn.Linear(8192, 16384, bias=False, dtype=dtype, device=device)
+    size = big.weight.nbytes
+    linear = PackedLinear(big) if packed else big
+    rows, plain = torch.ones(window, 8192, dtype=dtype, device=device), torch.ones(2**27, dtype=torch.float32, device=device)
+    functions = {
+        "linear": lambda: linear(rows[:1])[0, 0].item(),
+        "window": lambda: linear(rows)[0, 0].item(),
+        "read": lambda: plain.sum().item(),
+    }
     took = interleaved(functions, repeats)
-    return {"weights_mb": n_bytes / 2**20, "step_gb_s": n_bytes / seconds_of_a_step / 1e9,
-            "linear_gb_s": big.nbytes / took["linear"] / 1e9, "read_gb_s": plain.nbytes / took["read"] / 1e9}
+    return {"weights_mb": n_bytes / 2**20, "step_gb_s": n_bytes / seconds_of_a_step / 1e9, "linear_gb_s": size / took["linear"] / 1e9,
+            "read_gb_s": plain.nbytes / took["read"] / 1e9, "linear_window_over_one": took["window"] / took["linear"]}
 
 
 # ------------------------------------------------------------------------------------------------------ the command
@@ -226,6 +237,7 @@ def table(result: dict) -> str:
     at = result["limits"]
     lines.append(f"one token at a time moves {at['step_gb_s']:.1f} GB/s of weights ({at['weights_mb']:.0f} MB a step); "
                  f"one large linear {at['linear_gb_s']:.1f}, plain reading {at['read_gb_s']:.1f}")
+    lines.append(f"that linear on {W} rows over one row: {at['linear_window_over_one']:.2f}")
     return "\n".join(lines)
 
 
@@ -294,6 +306,7 @@ def main(argv=None) -> int:
     add("--window", type=int, default=None, metavar="W", help="candidates per forward (default: B)")
     add("--max-new-tokens", type=int, default=128, metavar="N")
     add("--rounds", type=int, default=5, metavar="N", help="each with other questions while the file has them, after one to warm up")
+    add("--pack", default=True, action=argparse.BooleanOptionalAction, help="our float32 modes on a CPU: weights in blocks (model.pack)")
     add("--compile", action="store_true", help="torch.compile the norms and MLPs of our modes (needs a C++ compiler)")
     add("--device", default="auto")
     add("--dtype", default="auto", choices=["auto", "float32", "bfloat16"])
@@ -332,11 +345,14 @@ def run(args, batches: list[int], names: list[str]) -> dict:
     if args.prompts == "arithmetic":
         prompts = [p.question for p in arithmetic("test", n)]
     else:
-        prompts = [chat[:-1] if chat[-1]["role"] == "assistant" else chat for chat in read_chats(args.prompts)][:n]
+        prompts = [chat[:-1] if chat[-1]["role"] == "assistant" else chat for chat in read_chats(args.prompts, need_answer=False)][:n]
         if len(prompts) < max(batches):
             raise UserError(f"{args.prompts}: {len(prompts)} prompts are fewer than one batch of {max(batches)}")
     print(f"{args.model} on {device}, {str(dtype).removeprefix('torch.')} ({reason}); tau {args.tau:g}, B={block_size}, window {window}, "
           f"{args.rounds} rounds, up to {args.max_new_tokens} tokens each", flush=True)
+    n_bytes = weight_bytes(model)
+    model = pack(model) if args.pack else model
+    packed = any(isinstance(part, PackedLinear) for part in model.modules())
     if args.compile:  # the parts whose shapes stay; attention's grow with every step
         for part in model.modules():
             if isinstance(part, (RMSNorm, MLP)):
@@ -360,8 +376,10 @@ def run(args, batches: list[int], names: list[str]) -> dict:
             over[str(batch)], widest[str(batch)] = seconds[window] / seconds[1], seconds[2 * window - 1] / seconds[1]
             if batch == batches[0]:
                 one = seconds[1] if batch == 1 else forward_seconds(model, tokenizer, 1, [1], context, 40)[1]
-    result = {"rows": rows, "window_over_ar_forward": over, "widest_over_ar_forward": widest, "limits": limits(model, one, dtype, 10)}
-    result["settings"] = settings | {"model": args.model, "tau": args.tau, "rounds": args.rounds, "compile": args.compile, "context": context}
+    result = {"rows": rows, "window_over_ar_forward": over, "widest_over_ar_forward": widest,
+              "limits": limits(n_bytes, one, dtype, device, window, packed, 10)}
+    result["settings"] = settings | {"model": args.model, "tau": args.tau, "rounds": args.rounds, "packed": packed,
+                                     "compile": args.compile, "context": context}
     print(table(result))
     if args.out:
         write_results(args.out, result | provenance(device, dtype, args.prompts))

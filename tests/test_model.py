@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from data import ChatTokenizer
 from decode import generate
 from kvcache import KVCache
-from model import HUB_NAMES, UserError, load_pretrained, pick_device, pick_dtype, resolve, save_pretrained
+from model import HUB_NAMES, PackedLinear, UserError, load_pretrained, pack, pick_device, pick_dtype, resolve, save_pretrained
 
 GOLDEN = Path(__file__).resolve().parent / "golden"
 IDS = torch.randint(4, 512, (2, 12), generator=torch.Generator().manual_seed(7))
@@ -667,3 +667,27 @@ def test_loading_does_not_start_the_compiler(model_dir):
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
     load_pretrained(model_dir)
     assert torch.nn.Linear(8, 8).weight.std() > 0.1
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch without oneDNN")
+@pytest.mark.parametrize("shape", ["1.5b", "7b"])
+def test_a_packed_model_computes_the_same(shape, tokenizer):
+    """Fault: biases dropped, a tied head that pulls the embedding along, a small or a wide product that differs, another answer."""
+    plain, packed = (tiny_model(shape, hidden_size=768, intermediate_size=1536, num_hidden_layers=2) for _ in range(2))
+    assert pack(packed) is packed
+    kinds = [type(m) for m in packed.modules() if isinstance(m, (PackedLinear, torch.nn.Linear))]
+    assert kinds.count(PackedLinear) == 1 + 2 * 5 and kinds.count(torch.nn.Linear) == 2 * 2  # k and v of two layers are small
+    with torch.inference_mode():
+        for n_rows, width in ((1, 1), (1, 4), (3, 7), (2, 60)):
+            ids = torch.randint(5, 500, (n_rows, width), generator=torch.Generator().manual_seed(width))
+            a, b = (m.logits(m(ids)) for m in (plain, packed))
+            assert (a - b).abs().max() < 1e-4 * a.abs().max()
+    a, b = (generate(m, tokenizer, ["a b c", "d"], tau, 4, 20) for m in (plain, packed) for tau in (0.3,))
+    assert [(g.ids, g.accepted) for g in a] == [(g.ids, g.accepted) for g in b]
+
+
+def test_what_cannot_be_packed_is_left_alone(tokenizer):
+    """Fault: bfloat16 weights read as float32; a tiny model, which would be slower, packed all the same."""
+    for model in (tiny_model().bfloat16(), tiny_model()):
+        before = dict(model.named_parameters())
+        assert dict(pack(model).named_parameters()).keys() == before.keys()
