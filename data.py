@@ -11,6 +11,7 @@ import random
 import re
 import urllib.request
 import zlib
+from array import array
 from collections import Counter
 from http.client import HTTPException
 from pathlib import Path
@@ -149,7 +150,8 @@ class ChatTokenizer:
         """A chat -> (ids, spans), equal to the model's own template for ordinary chats.
 
         messages is [{"role": "system"|"user"|"assistant", "content": str}, ...]. One span per assistant turn: [start, end)
-        covers its content and its <|im_end|>. Raises UserError for a malformed chat (see `check_chat`).
+        covers its content and its <|im_end|>; without the latter for a turn with "cut": true, which was broken off and whose
+        end is not to be learned. Raises UserError for a malformed chat (see `check_chat`).
         """
         check_chat(messages)
         if self.default_system is not None and messages[0]["role"] != "system":
@@ -160,7 +162,7 @@ class ChatTokenizer:
             start = len(ids)
             ids += [*self.encode(m["content"]), self.im_end]
             if m["role"] == "assistant":
-                spans.append((start, len(ids)))
+                spans.append((start, len(ids) - bool(m.get("cut"))))
             ids += self._newline
         return ids, spans
 
@@ -215,6 +217,8 @@ def check_chat(messages) -> None:
             raise UserError(f"message {i}: role {_brief(m.get('role'))} is not one of {', '.join(ROLES)}")
         if not isinstance(m.get("content"), str):
             raise UserError(f"message {i} ({m['role']}): content must be a string, not {_brief(m.get('content'))}")
+        if m.get("cut") and not m["content"]:
+            raise UserError(f"message {i} ({m['role']}): cut before its first word, so there is nothing to learn")
         if not m["content"].isascii() and re.search("[\ud800-\udfff]", m["content"]):
             raise UserError(f"message {i} ({m['role']}): content holds half a surrogate pair: {_brief(m['content'])}")
 
@@ -224,10 +228,10 @@ def _brief(value) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def to_messages(row) -> list[dict]:
+def to_messages(row, need_answer: bool = True) -> list[dict]:
     """One JSON row -> messages. Rows hold `messages`, or `question`/`answer`, or `instruction`/[`input`]/`output`.
 
-    GSM8K's calculator marks <<48/2=24>> are dropped from `answer`. Raises UserError when the row has no assistant turn.
+    GSM8K's calculator marks <<48/2=24>> are dropped from `answer`. Raises UserError when the row has no assistant turn but needs one.
     """
     if not isinstance(row, dict):
         raise UserError(f"a row must be an object, not {_brief(row)}")
@@ -245,12 +249,12 @@ def to_messages(row) -> list[dict]:
     else:
         raise UserError(f"a row needs messages, question/answer or instruction/output; this one has {', '.join(row) or 'nothing'}")
     check_chat(messages)
-    if not any(m["role"] == "assistant" for m in messages):
+    if need_answer and not any(m["role"] == "assistant" for m in messages):
         raise UserError("no assistant turn, so there is nothing to learn")
     return messages
 
 
-def read_chats(path) -> list[list[dict]]:
+def read_chats(path, need_answer: bool = True) -> list[list[dict]]:
     """Chats of a JSONL file, one object a line, lines ended by \\n alone. Blank lines are skipped.
 
     Any other bad row stops the reading: UserError with file, line and reason. Nothing is dropped silently.
@@ -262,7 +266,7 @@ def read_chats(path) -> list[list[dict]]:
     for number, line in enumerate(path.read_bytes().split(b"\n"), start=1):
         if line.strip():
             try:
-                chats.append(to_messages(json.loads(line)))
+                chats.append(to_messages(json.loads(line), need_answer))
             except (ValueError, RecursionError) as e:  # JSON, UTF-8 and UserError alike
                 raise UserError(f"{path}, line {number}: {e}") from None
     if not chats:
@@ -303,7 +307,7 @@ def gsm8k_train() -> Path:
 
 
 class Row(NamedTuple):
-    ids: list[int]                 # (L,) a whole chat, cut after its last supervised token
+    ids: array                     # (L,) int32: a whole chat, cut after its last supervised token
     spans: list[tuple[int, int]]   # [start, end) of every assistant turn
 
     @property
@@ -326,8 +330,15 @@ def encode_rows(chats, tokenizer: ChatTokenizer, max_len: int) -> tuple[list[Row
             continue
         if spans != turns:
             cut[f"lost their tail: longer than max_len {max_len}"] += 1
-        rows.append(Row(ids[: spans[-1][1]], spans))
+        rows.append(Row(array("i", ids[: spans[-1][1]]), spans))  # 4 bytes a token, a list would take 8 to 36
     return rows, cut
+
+
+def checksum(rows: list[Row]) -> int:
+    value = 0
+    for row in rows:
+        value = zlib.crc32(repr(row.spans).encode(), zlib.crc32(row.ids.tobytes(), value))
+    return value
 
 
 def epoch_steps(lengths: list[int], batch_size: int, seed: int, epoch: int, pool: int = 32) -> list[list[int]]:

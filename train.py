@@ -14,11 +14,15 @@ STAGE-step-NNNNNN/ to resume from, and at the end result.json.
 import argparse
 import json
 import math
+import os
 import platform
 import shutil
+import signal
 import sys
+import threading
 import time
 import zlib
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,9 +31,10 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 
-from data import ChatTokenizer, Row, arithmetic_tokenizer, encode_rows, epoch_steps, load_chats, micro_batches
+from data import ChatTokenizer, Row, arithmetic, arithmetic_tokenizer, checksum, encode_rows, epoch_steps, load_chats, micro_batches
 from model import HUB_NAMES, ModelConfig, Qwen2, UserError, is_out_of_memory, load_pretrained
-from model import pick_device, pick_dtype, replace_folder, save_pretrained, write_json
+from model import pick_device, pick_dtype, read_json, replace_folder, save_pretrained, write_json
+from parallel import add_up, any_rank, is_split, join, leave, like, load_optimizer_state, optimizer_state, shard, whole, whole_model
 
 IGNORE = -100  # label of a position that predicts nothing
 
@@ -183,41 +188,47 @@ def groups_of(rows: list[Row], block_size, args) -> list[list[Row]]:
 def optimizer_step(model, optimizer, rows: list[Row], block_size, mask_id: int, args) -> dict:
     """One update from `rows`, taken through the network in groups within the token budget. Returns what to log.
 
-    Each loss is a mean over its own supervised tokens of the whole step, whatever the groups.
+    Each loss is a mean over its own supervised tokens of the whole step, whatever the groups and whichever rank takes them: every
+    rank knows all rows, takes every n-th group, and the gradients of these sums are added up once.
     """
     n_mask, n_ar = count_targets(rows)
     ar_weight = args.ar_weight if block_size else 1.0
-    total_mask = total_ar = 0.0
-    n_padded = 0
-    for group in groups_of(rows, block_size, args):
-        batch = build_streams(group, block_size, mask_id, args.anchor).to(args.device)
+    totals = torch.zeros(2, dtype=torch.float64)
+    batches = [build_streams(group, block_size, mask_id, args.anchor) for group in groups_of(rows, block_size, args)]
+    for i in range(args.rank, pad_up(len(batches), args.n_ranks), args.n_ranks):
+        batch = batches[min(i, len(batches) - 1)].to(args.device)
+        share = float(i < len(batches))  # a rank for which no group is left takes the last one at weight 0: --shard needs all ranks
         with autocast(args):
             sum_mask, sum_ar = dual_stream_loss(model, batch)
-        (sum_mask / max(1, n_mask) + ar_weight * sum_ar / n_ar).backward()
-        total_mask, total_ar, n_padded = total_mask + sum_mask.item(), total_ar + sum_ar.item(), n_padded + batch.input_ids.numel()
+        (share * (sum_mask / max(1, n_mask) + ar_weight * sum_ar / n_ar)).backward()
+        totals += share * torch.tensor([sum_mask.item(), sum_ar.item()], dtype=torch.float64)
         del batch, sum_mask, sum_ar  # before the next one is built
-    record = {"L_mask": total_mask / max(1, n_mask) if block_size else None, "L_AR": total_ar / n_ar}
-    record["grad_norm"] = torch.nn.utils.clip_grad_norm_(model.parameters(), args.clip).item()
+    totals = add_up(model, totals, args)
+    record = {"L_mask": totals[0].item() / max(1, n_mask) if block_size else None, "L_AR": totals[1].item() / n_ar}
+    record["grad_norm"] = whole(torch.nn.utils.clip_grad_norm_(model.parameters(), args.clip)).item()
     if not math.isfinite(record["grad_norm"]):
         raise UserError(f"training diverged: {record}; lower --lr (now {optimizer.param_groups[0]['lr']:g}), or --dtype float32")
     optimizer.step()
     optimizer.zero_grad(set_to_none=False)  # gradients keep their memory from step to step
     n_tokens = sum(sum(n_streamed(r, block_size)) for r in rows)
-    return record | {"tokens": n_tokens, "padding": 1 - n_tokens / n_padded}
+    return record | {"tokens": n_tokens, "padding": 1 - n_tokens / sum(b.input_ids.numel() for b in batches)}
 
 
-def train_stage(stage: str, model, tokenizer, rows: list[Row], args, state: dict | None = None) -> None:
-    """Train `model` in place for one stage ("sft" or "mars"), logging and saving as it goes; from `state` when resuming."""
+def train_stage(stage: str, model, tokenizer, rows: list[Row], held_out, args, state: dict | None = None) -> None:
+    """Train `model` in place for one stage ("sft" or "mars"), logging and saving as it goes; from `state` when resuming.
+
+    held_out: the chats of --val. They are looked at before the first step, every --val-every steps and at the end.
+    """
     block_size = args.block_size if stage == "mars" else None
     batch_size, peak = args.batch_size[stage], args.lr[stage]
     per_epoch = math.ceil(len(rows) / batch_size)
     total = args.steps[stage] or math.ceil(args.epochs * per_epoch)
-    fused = args.device.type in ("cuda", "cpu")
+    fused = args.device.type in ("cuda", "cpu") and not args.shard
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, betas=(0.9, 0.95), weight_decay=args.weight_decay, fused=fused)
     first = 0
     if state:
         first = state["step"]
-        optimizer.load_state_dict(state.pop("optimizer"))
+        load_optimizer_state(optimizer, state.pop("optimizer"))
     elif stage == "mars" and not args.keep_mask:
         start_mask_embedding(model, tokenizer)
     model.train()
@@ -225,6 +236,8 @@ def train_stage(stage: str, model, tokenizer, rows: list[Row], args, state: dict
     print(f"{stage:7} {total - first} steps of {batch_size} chats, {total / per_epoch:.2f} epochs, lr {peak:g}, "
           f"about {tqdm.format_interval(seconds)}", flush=True)
     lengths = [len(r.ids) for r in rows]
+    if held_out and not first:
+        look(stage, 0, model, tokenizer, held_out, args)
     bar = tqdm(range(first, total), initial=first, total=total, desc=stage, unit="step", disable=args.quiet, dynamic_ncols=True)
     for step in bar:
         began = time.perf_counter()
@@ -236,21 +249,52 @@ def train_stage(stage: str, model, tokenizer, rows: list[Row], args, state: dict
         record = optimizer_step(model, optimizer, [rows[i] for i in steps[at]], block_size, tokenizer.mask_id, args)
         took = time.perf_counter() - began
         record = {"stage": stage, "step": step + 1, **record, "lr": lr, "seconds": took, **memory_mb(args.device)}
-        with (args.out / "log.jsonl").open("a", encoding="utf-8") as log:
-            log.write(json.dumps(record) + "\n")
+        log(record, args)
         shown = {k: f"{record[k]:.3f}" for k in ("L_mask", "L_AR") if record[k] is not None}
         bar.set_postfix(shown | {"tok/s": f"{record['tokens'] / took:.0f}"})
         at_end, last_stage = step + 1 == total, stage == args.stages[-1]
-        if args.save_every and ((step + 1) % args.save_every == 0 or at_end) and not (at_end and last_stage):
+        if held_out and (at_end or (args.val_every and (step + 1) % args.val_every == 0)):
+            look(stage, step + 1, model, tokenizer, held_out, args)
+        due = args.save_every and ((step + 1) % args.save_every == 0 or at_end) and not (at_end and last_stage)
+        stop = any_rank(bool(args.signals), args) and not (at_end and last_stage)  # the very last step is rather finished
+        if due or stop:
             save_checkpoint(stage, step + 1, model, optimizer, tokenizer, args)
+        if stop:
+            raise KeyboardInterrupt
     model.eval()
+
+
+def log(record: dict, args) -> None:
+    if args.rank == 0:
+        with (args.out / "log.jsonl").open("a", encoding="utf-8") as file:
+            file.write(json.dumps(record) + "\n")
+
+
+def look(stage: str, step: int, model, tokenizer, held_out, args) -> None:
+    """Log and print what eval.validate finds on the held-out chats, and the tokens per forward of a few answers at tau 0.95."""
+    from eval.validate import sample_rate, validate
+
+    rows, _ = encode_rows(held_out, tokenizer, args.max_len)
+    model.eval()
+    with autocast(args):
+        found = validate(model, tokenizer, rows, args.block_size, args.micro_tokens)
+        if not args.shard:
+            found["tokens_per_forward"] = sample_rate(model, tokenizer, held_out[:4], 0.95, args.block_size)
+    model.train()
+    log({"stage": stage, "step": step, "val": found}, args)
+    rate = f", {found['tokens_per_forward']:.2f} tokens per forward at tau 0.95" if "tokens_per_forward" in found else ""
+    tqdm.write(f"{stage:7} step {step}, held out: L_AR {found['L_AR']:.4f}, L_mask {found['L_mask'] or 0:.4f}, "
+               f"agreement {found['agreement'] or 0:.3f}{rate}", file=sys.stdout)
 
 
 @torch.no_grad()
 def start_mask_embedding(model, tokenizer) -> None:
     """Give [MASK] the mean of all real tokens' embeddings: rows never trained are a bad start."""
     embed = model.model.embed_tokens.weight
-    embed[tokenizer.mask_id] = embed[: tokenizer.n_tokens].float().mean(0)
+    full = whole(embed)                                              # (V, D)
+    full[tokenizer.mask_id] = full[: tokenizer.n_tokens].float().mean(0)
+    if is_split(embed):
+        embed.copy_(like(full, embed))
 
 
 def estimate_seconds(model, rows: list[Row], block_size, batch_size: int, mask_id: int, args) -> float:
@@ -278,16 +322,64 @@ def mars_record(stage: str, tokenizer, args) -> dict:
 
 
 def save_checkpoint(stage: str, step: int, model, optimizer, tokenizer, args) -> None:
-    """out/STAGE-step-NNNNNN: the model as a Hugging Face folder plus trainer_state.pt; whole or not there. Older ones go."""
+    """out/STAGE-step-NNNNNN: the model as a Hugging Face folder plus trainer_state.pt; whole or not there. Older ones go.
+
+    Raises UserError when it cannot be written; the one before is then still there.
+    """
+    model, moments = whole_model(model), optimizer_state(optimizer)
+    if args.rank > 0:
+        return
     dir = args.out / f"{stage}-step-{step:06d}"
     record = mars_record(stage, tokenizer, args)
-    part = save_pretrained(dir.with_name(dir.name + ".part"), model, tokenizer, record, torch.float32)  # in full: to go on from
     state = {"stage": stage, "step": step, "settings": args.settings, "keep_mask": args.keep_mask, "save_dtype": args.save_dtype}
-    torch.save(state | {"optimizer": optimizer.state_dict()}, part / "trainer_state.pt")
-    replace_folder(part, dir)
-    for other in checkpoints(args):
+    before = checkpoints(args)
+    with writing(dir, before):
+        part = save_pretrained(dir.with_name(dir.name + ".part"), model, tokenizer, record, torch.float32)  # in full: to go on from
+        torch.save(state | {"optimizer": moments}, part / "trainer_state.pt")
+        replace_folder(part, dir)
+    for other in before:
         if other != dir:
             shutil.rmtree(other)
+
+
+@contextmanager
+def stop_signals(args):
+    """While training, Ctrl-C and SIGTERM are noted in args.signals: the step is finished and saved. A second one ends it at once."""
+    if threading.current_thread() is not threading.main_thread():  # only there can Python hear signals
+        yield
+        return
+
+    def note(number, frame):
+        if args.signals:
+            raise KeyboardInterrupt
+        args.signals.append(number)
+        print("\nstopping after this step; once more stops at once", file=sys.stderr, flush=True)
+
+    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def writing(what: Path, before: list[Path] = ()):
+    """Turns a failure to write `what` (full disk, no permission, ...) into a UserError that says what is still there."""
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except (OSError, RuntimeError, SafetensorError) as e:  # of Python, of torch.save, of safetensors
+        drop_torn(what.parent)
+        left = f"{before[-1]} is whole: the same command with --resume continues it" if before else "no checkpoint was written before"
+        raise UserError(f"cannot write {what}: {str(e).splitlines()[0][:200]}. {left}") from None
+
+
+def drop_torn(out: Path) -> None:
+    """Delete what a kill or a full disk left half written."""
+    for torn in [d for stage in ("sft", "mars") for end in ("part", "tmp", "old") for d in out.glob(f"{stage}*.{end}")]:
+        shutil.rmtree(torn, ignore_errors=True)
 
 
 def checkpoints(args) -> list[Path]:
@@ -302,12 +394,14 @@ def load_resume(folder: Path, args) -> dict:
     changed = [f"{k} was {v!r}, is {args.settings.get(k)!r}" for k, v in state["settings"].items() if args.settings.get(k) != v]
     if changed:
         raise UserError(f"--resume: {folder} was made with other settings: {'; '.join(changed)}")
-    log = args.out / "log.jsonl"
-    reached = (args.stages.index(state["stage"]), state["step"])
-    lines = log.read_text(encoding="utf-8").split("\n")[:-1] if log.is_file() else []  # a kill may leave half a line at the end
-    records = [json.loads(line) for line in lines]
-    records = [r for r in records if "stage" not in r or (args.stages.index(r["stage"]), r["step"]) <= reached]
-    log.write_text("".join(json.dumps(r) + "\n" for r in records), encoding="utf-8")
+    if args.rank == 0:
+        file = args.out / "log.jsonl"
+        reached = (args.stages.index(state["stage"]), state["step"])
+        lines = file.read_text(encoding="utf-8").split("\n")[:-1] if file.is_file() else []  # a kill may leave half a line at the end
+        records = [json.loads(line) for line in lines]
+        records = [r for r in records if "stage" not in r or (args.stages.index(r["stage"]), r["step"]) <= reached]
+        file.write_text("".join(json.dumps(r) + "\n" for r in records), encoding="utf-8")
+        drop_torn(args.out)
     print(f"resume  {folder}")
     return state
 
@@ -373,6 +467,9 @@ def parse(argv) -> argparse.Namespace:
     add = parser.add_argument_group("data").add_argument
     add("--data", default=None, metavar="NAME|FILE", help="gsm8k | arithmetic | a JSONL file (default: gsm8k; tiny models arithmetic)")
     add("--data-size", type=int, default=None, metavar="N", help="problems to generate for arithmetic (default: as many as the steps take)")
+    add("--val", type=int, default=None, metavar="N", help="chats held out of training, the last of the file, to watch the losses on "
+        "(default 16; arithmetic: unseen problems, default 0)")
+    add("--val-every", type=int, default=100, metavar="STEPS", help="how often to look at them; 0 = only at the start and the end")
     add("--max-len", type=int, default=512, metavar="TOKENS", help="longer chats lose their tail")
     add = parser.add_argument_group("objective").add_argument
     add("--block-size", type=int, default=4, metavar="B", help="tokens per block, any B >= 1")
@@ -392,12 +489,14 @@ def parse(argv) -> argparse.Namespace:
     add = parser.add_argument_group("machine").add_argument
     add("--device", default="auto", help="auto | cuda | mps | cpu")
     add("--dtype", default="auto", choices=["auto", "float32", "bfloat16"], help="of matrix products; weights and AdamW stay float32")
+    add("--shard", action="store_true", help="under torchrun: split weights, gradients and AdamW over the ranks (FSDP2)")
     add("--micro-tokens", type=int, default=None, metavar="N", help="tokens taken through the network at once "
         "(default 1024; tiny models 4096; CUDA 16384)")
     add = parser.add_argument_group("output").add_argument
     add("--out", type=Path, default=None, metavar="DIR", help="default: out/<name of init>, out/tiny for tiny-sft")
-    add("--save-every", type=int, default=100, metavar="STEPS", help="checkpoint to resume from; 0 = never")
-    add("--resume", action="store_true", help="continue the newest checkpoint in --out; give the same options again")
+    add("--save-every", type=int, default=100, metavar="STEPS", help="checkpoint to resume from; 0 = only when stopped (Ctrl-C, SIGTERM)")
+    add("--resume", nargs="?", const="newest", choices=["newest", "auto"], help="continue the newest checkpoint in --out; give the same "
+        "options again. auto: continue if there is one, begin if there is none, and do nothing if the run is finished")
     add("--overwrite", action="store_true", help="replace what --out holds")
     add("--problems", type=int, default=None, metavar="N", help="score the result on N unseen arithmetic problems "
         "(default 300 for the tiny models)")
@@ -411,13 +510,14 @@ def parse(argv) -> argparse.Namespace:
     if args.stages not in (["sft"], ["mars"], ["sft", "mars"]):
         parser.error(f"--stages {','.join(args.stages)}: allowed are sft, mars, and sft,mars")
     args.data = args.data or ("arithmetic" if tiny else "gsm8k")
-    arithmetic = args.data == "arithmetic"
-    args.problems = args.problems if args.problems is not None else 300 if tiny and arithmetic else 0
+    on_arithmetic = args.data == "arithmetic"
+    args.val = args.val if args.val is not None else 0 if on_arithmetic else 16
+    args.problems = args.problems if args.problems is not None else 300 if tiny and on_arithmetic else 0
     init = Path(args.init)  # a finished stage, out/NAME/sft, is named after both
     name = f"{init.parent.name}-{init.name}" if init.name in ("sft", "mars") else init.name.removesuffix("-sft")
     args.out = args.out or Path("out") / name
     defaults = {stage: TINY_STAGES[stage] if tiny else STAGE for stage in args.stages}
-    if not arithmetic or args.epochs is not None or args.data_size is not None:
+    if not on_arithmetic or args.epochs is not None or args.data_size is not None:
         defaults = {stage: {**of, "steps": None} for stage, of in defaults.items()}  # then the data says how many
     for option, kind, least in (("steps", int, 1), ("batch_size", int, 1), ("lr", float, 0)):
         given = per_stage(parser, args.stages, option, getattr(args, option), kind, least)
@@ -425,29 +525,38 @@ def parse(argv) -> argparse.Namespace:
     args.epochs = args.epochs if args.epochs is not None else 1.0
     if args.data_size is None:
         args.data_size = max(n * args.batch_size[stage] if n else 20_000 for stage, n in args.steps.items())
-    at_least = dict(block_size=1, max_len=2, data_size=1, save_every=0, ar_weight=0, weight_decay=0, problems=0)
+    at_least = dict(block_size=1, max_len=2, data_size=1, save_every=0, ar_weight=0, weight_decay=0, problems=0, val=0, val_every=0)
     for option, least in at_least.items():
         if not getattr(args, option) >= least:
             parser.error(f"--{option.replace('_', '-')} {getattr(args, option)}: must be at least {least}")
-    if args.problems and not arithmetic:
+    if args.problems and not on_arithmetic:
         parser.error(f"--problems {args.problems}: only answers to arithmetic problems can be scored here, not those of {args.data}")
     if not (math.inf > args.epochs > 0 < args.clip and 0 <= args.warmup <= 1 and (args.micro_tokens is None or args.micro_tokens > 0)):
         parser.error("--epochs, --clip and --micro-tokens must be above 0, --warmup within 0..1")
-    not_the_run = ("tiny", "out", "save_every", "resume", "overwrite", "problems", "quiet", "json", "device")
+    not_the_run = ("tiny", "out", "save_every", "resume", "overwrite", "problems", "quiet", "json", "device", "shard", "val_every")
     args.settings = {k: v for k, v in vars(args).items() if k not in not_the_run}  # equal settings make the same run
+    args.rank, args.n_ranks, args.signals = 0, 1, []
     return args
 
 
 def run(args) -> dict:
     args.began, args.finished = time.perf_counter(), None
-    args.device = pick_device(args.device)
+    args.rank, args.n_ranks, device = join(args.device)
+    if args.rank > 0:
+        args.quiet, sys.stdout = True, open(os.devnull, "w")
+    if args.shard and args.n_ranks == 1:
+        raise UserError("--shard splits over several ranks: start with torchrun --nproc-per-node=N train.py ...")
+    args.device = pick_device(device)
     small = args.dtype == "auto" and args.device.type == "cpu" and args.tiny
     args.dtype, reason = (torch.float32, "tiny models stay in it") if small else pick_dtype(args.device, args.dtype)
     micro_tokens = 16384 if args.device.type == "cuda" else 4096 if args.tiny else 1024
     args.micro_tokens = args.settings["micro_tokens"] = args.micro_tokens or micro_tokens
     resume = checkpoints(args)[-1:] if args.resume else []
-    if args.resume and not resume:
+    if args.resume == "newest" and not resume:
         raise UserError(f"--resume: no STAGE-step-NNNNNN checkpoint in {args.out}")
+    if args.resume == "auto" and not resume and (args.out / "result.json").is_file():
+        print(f"{args.out / args.stages[-1]} is finished")
+        return read_json(args.out / "result.json")
     if not args.resume and not args.overwrite:
         if unfinished := checkpoints(args):
             raise UserError(f"{args.out} holds an unfinished run ({unfinished[-1].name}): --resume continues it, --overwrite drops it")
@@ -462,54 +571,70 @@ def run(args) -> dict:
         model = load_pretrained(resume[0] if resume else args.init)
         args.save_dtype = model.lm_head.weight.dtype
     args.keep_mask = tokenizer.mars.get("stage") == "mars"  # an already trained [MASK]
-    model = model.float().to(args.device)
     if args.max_len > model.config.max_position_embeddings:
         raise UserError(f"--max-len {args.max_len}: the model knows positions up to {model.config.max_position_embeddings}")
     chats = load_chats(args.data, args.data_size, args.seed)
+    held_out = []
+    if args.val and args.data == "arithmetic":
+        held_out = [p.messages() for p in arithmetic("test", args.val)]
+    elif args.val:
+        args.val = min(args.val, len(chats) // 10)  # of a small file a tenth at most
+        chats, held_out = chats[: len(chats) - args.val], chats[len(chats) - args.val :]
     rows, cut = encode_rows(chats, tokenizer, args.max_len)
     if not rows:
         raise UserError(f"{args.data}: none of its {len(chats)} chats is left to train on: {dict(cut)}")
 
     n_params = sum(p.numel() for p in model.parameters())
     n_tokens, n_targets = sum(len(r.ids) for r in rows), sum(r.n_targets for r in rows)
-    args.settings["data_checksum"] = zlib.crc32(json.dumps(rows).encode())  # a resumed run must meet the same rows
+    args.settings["data_checksum"] = checksum(rows)  # a resumed run must meet the same rows
     print(f"model   {args.init}: {n_params / 1e6:.1f}M parameters, [MASK] is {tokenizer.mask_token} ({tokenizer.mask_id})")
     print(f"data    {args.data}: {len(rows)} chats, {n_tokens:,} tokens, {n_targets:,} of them to learn")
     for what, n in cut.items():
         print(f"        {n} chats {what}")
+    if held_out:
+        print(f"        {len(held_out)} more held out, to watch the losses on")
     print(f"train   {' then '.join(args.stages)}; B={args.block_size}, ar_weight {args.ar_weight:g}, seed {args.seed}")
     print(f"device  {args.device}, {str(args.dtype).removeprefix('torch.')} ({reason}); about "
           f"{memory_gb(model.config, n_params, args):.1f} GB with {args.micro_tokens} tokens at once")
     print(f"output  {args.out}/", flush=True)
 
-    args.out.mkdir(parents=True, exist_ok=True)
-    state = None
-    for stale in [] if resume else checkpoints(args):  # of the run that --overwrite drops
-        shutil.rmtree(stale)
+    state = load_resume(resume[0], args) if resume else None
     if resume:
-        state = load_resume(resume[0], args)
         args.keep_mask, args.save_dtype = state["keep_mask"], state["save_dtype"]
-    else:
+    elif args.rank == 0:
+        with writing(args.out):
+            args.out.mkdir(parents=True, exist_ok=True)
+            for stale in checkpoints(args):  # of the run that --overwrite drops
+                shutil.rmtree(stale)
+            (args.out / "result.json").unlink(missing_ok=True)
         about = {"settings": args.settings, "command": sys.argv, "device": str(args.device), "dtype": str(args.dtype),
                  "torch": torch.__version__, "python": platform.python_version(),
                  "machine": f"{platform.machine()}, {torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}"}
         (args.out / "log.jsonl").write_text(json.dumps(about) + "\n", encoding="utf-8")
-    for stage in args.stages[args.stages.index(state["stage"]) if state else 0 :]:
-        train_stage(stage, model, tokenizer, rows, args, state)
-        state = None
-        folder = save_pretrained(args.out / stage, model, tokenizer, mars_record(stage, tokenizer, args), args.save_dtype)
-        print(f"saved   {folder}", flush=True)
+    if args.shard:
+        shard(model, args)
+    model = model.float().to(args.device)
+    with stop_signals(args):
+        for stage in args.stages[args.stages.index(state["stage"]) if state else 0 :]:
+            train_stage(stage, model, tokenizer, rows, held_out, args, state)
+            state, folder, full = None, args.out / stage, whole_model(model)
+            if args.rank == 0:
+                with writing(folder, checkpoints(args)):
+                    save_pretrained(folder, full, tokenizer, mars_record(stage, tokenizer, args), args.save_dtype)
+            print(f"saved   {folder}", flush=True)
+    if args.rank > 0:
+        return {}
     args.finished = folder
-    for done in checkpoints(args):
-        shutil.rmtree(done)
     lines = (args.out / "log.jsonl").read_text(encoding="utf-8").splitlines()
-    about, last = json.loads(lines[0]), json.loads(lines[-1])
+    about, last = json.loads(lines[0]), [r for r in map(json.loads, lines[1:]) if "val" not in r][-1]
     result = {"checkpoint": str(folder), "stage": stage, "steps": last["step"], "L_mask": last["L_mask"], "L_AR": last["L_AR"]}
     if args.problems:
         result |= score(folder, tokenizer, args)
     result["seconds"] = time.perf_counter() - args.began
     write_json(args.out / "result.json", result | about)
-    show_sample(model, tokenizer, chats, stage, args, folder)
+    for done in checkpoints(args):
+        shutil.rmtree(done)
+    show_sample(full.to(args.device), tokenizer, chats, stage, args, folder)
     return result
 
 
@@ -559,11 +684,16 @@ def main(argv=None) -> int:
             raise
         print(f"error: out of memory. Lower --micro-tokens (now {args.micro_tokens}), then --max-len (now {args.max_len})", file=sys.stderr)
         return 2
+    except OSError as e:
+        print(f"error: {e}", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         saved = checkpoints(args)
         left = f"the same command with --resume continues {saved[-1]}" if saved else "no checkpoint yet"
         print(f"\nstopped; {f'{args.finished} is finished' if args.finished else left}", file=sys.stderr)
-        return 130
+        return 128 + (args.signals or [signal.SIGINT])[0]
+    finally:
+        leave(args)
     if args.json:
         print(json.dumps(result))
     return 0

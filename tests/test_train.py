@@ -2,10 +2,14 @@
 
 import json
 import math
+import os
+import signal
+import subprocess
+import sys
 
 import pytest
 import torch
-from conftest import tiny_model
+from conftest import ROOT, tiny_model
 
 import train
 from data import ChatTokenizer, arithmetic, encode_rows
@@ -248,3 +252,115 @@ def test_one_value_for_all_stages_or_one_for_each():
     other = train.parse(["--init", "qwen2.5-0.5b"])
     assert (other.data, other.steps, other.problems) == ("gsm8k", {"mars": None}, 0)
     assert (other.batch_size, other.lr) == ({"mars": 16}, {"mars": 5e-5})
+
+
+# ------------------------------------------------------------------------------------------ never lose work
+
+
+@pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_stopped_run_saves_its_step_and_goes_on(straight, tmp_path, monkeypatch, capsys, number, code):
+    """Fault: a signal loses what came after the last checkpoint (here all of it), or leaves its handler behind."""
+    real, calls, before = train.optimizer_step, [], signal.getsignal(number)
+
+    def step(*args):
+        calls.append(1)
+        if len(calls) == 3:
+            os.kill(os.getpid(), number)
+        return real(*args)
+
+    with monkeypatch.context() as m:
+        m.setattr(train, "optimizer_step", step)
+        assert run(tmp_path, "--save-every", "0") == code
+    assert "sft-step-000003" in capsys.readouterr().err and signal.getsignal(number) is before
+    assert run(tmp_path, "--save-every", "0", "--resume", "auto") == 0
+    assert losses(tmp_path) == losses(straight)
+
+
+def test_resume_auto_begins_continues_and_ends(straight, tmp_path, monkeypatch, capsys):
+    """Fault: a job script needs two commands, or the one command trains a finished run again."""
+    with monkeypatch.context() as m:
+        die_at(m, 3)
+        assert run(tmp_path, "--resume", "auto") == 130
+    assert run(tmp_path, "--resume", "auto") == 0 and losses(tmp_path) == losses(straight)
+    monkeypatch.setattr(train, "optimizer_step", None)
+    assert run(tmp_path, "--resume", "auto") == 0 and "mars is finished" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("broken", ["torch.save", "safetensors", "folder"])
+def test_a_checkpoint_that_cannot_be_written(straight, tmp_path, monkeypatch, capsys, broken):
+    """Fault: a full disk ends in a traceback, leaves half a checkpoint, or has cost the one before. The run can then be resumed."""
+    from safetensors import SafetensorError, torch as st
+
+    real_torch, real_st = torch.save, st.save_file
+    full = lambda *a: (_ for _ in ()).throw(OSError(28, "No space left on device"))
+
+    def fails(real, error, when):
+        calls = []
+
+        def save(*args, **more):
+            calls.append(1)
+            return error() if len(calls) == when else real(*args, **more)
+
+        return save
+
+    with monkeypatch.context() as m:
+        if broken == "torch.save":
+            m.setattr(torch, "save", fails(real_torch, full, 2))
+        elif broken == "safetensors":
+            m.setattr(st, "save_file", fails(real_st, lambda: (_ for _ in ()).throw(SafetensorError("I/O error: disk full")), 2))
+        else:
+            m.setattr(train, "replace_folder", fails(train.replace_folder, full, 2))
+        assert run(tmp_path) == 2
+    err = capsys.readouterr().err
+    assert "cannot write" in err and "sft-step-000004" in err and "sft-step-000002 is whole" in err
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["log.jsonl", "sft-step-000002"]
+    assert run(tmp_path, "--resume") == 0 and losses(tmp_path) == losses(straight)
+
+
+def test_a_disk_that_is_really_full(tmp_path):
+    """The same with a true limit on the size of files, in a process of its own, from the first checkpoint on."""
+    code = ("import resource, signal, sys; signal.signal(signal.SIGXFSZ, signal.SIG_IGN); import train\n"
+            "resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000)); sys.exit(train.main(sys.argv[1:]))")
+    done = subprocess.run([sys.executable, "-c", code, *SMALL, "--steps", "5", "--out", str(tmp_path)], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 2 and "cannot write" in done.stderr and "no checkpoint was written before" in done.stderr
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["log.jsonl"] and "Traceback" not in done.stderr
+
+
+def test_an_output_folder_that_cannot_be_made(tmp_path, capsys):
+    """Fault: a traceback for a path that leads through a file."""
+    (tmp_path / "file").write_text("")
+    assert run(tmp_path / "file" / "run", stages="sft", steps="1") == 2
+    assert "error: cannot write" in capsys.readouterr().err
+
+
+def test_held_out_chats_are_watched_and_never_learned(tmp_path, capsys):
+    """Fault: the split overlaps the training data, the looks change the run, or are lost or doubled on resume."""
+    chats = [p.messages() for p in arithmetic("train", 40)]
+    file = tmp_path / "chats.jsonl"
+    file.write_text("".join(json.dumps({"messages": c}) + "\n" for c in chats))
+    seen = []
+    real = train.encode_rows
+
+    def spy(rows, *more):
+        seen.append([r[0]["content"] for r in rows])
+        return real(rows, *more)
+
+    argv = ["--data", str(file), "--val-every", "2"]
+    try:
+        train.encode_rows = spy
+        assert run(tmp_path / "a", *argv, "--val", "4", stages="mars", steps="3") == 0
+    finally:
+        train.encode_rows = real
+    assert seen[0] == [c[0]["content"] for c in chats[:36]] and all(s == [c[0]["content"] for c in chats[36:]] for s in seen[1:])
+    looks = [r for r in map(json.loads, (tmp_path / "a" / "log.jsonl").read_text().splitlines()[1:]) if "val" in r]
+    assert [(r["stage"], r["step"]) for r in looks] == [("mars", 0), ("mars", 2), ("mars", 3)]
+    assert looks[-1]["val"]["L_mask"] < looks[0]["val"]["L_mask"] and looks[-1]["val"]["tokens_per_forward"] >= 1
+    file.write_text("".join(json.dumps({"messages": c}) + "\n" for c in chats[:36]))
+    assert run(tmp_path / "b", "--data", str(file), "--val", "0", stages="mars", steps="3") == 0
+    steps = lambda out: [r for r in losses_of(out) if r]
+    assert steps(tmp_path / "a") == steps(tmp_path / "b")
+
+
+def losses_of(out):
+    records = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()[1:]]
+    return [(r["step"], r["L_mask"], r["L_AR"], r["grad_norm"]) for r in records if "val" not in r]

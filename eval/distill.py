@@ -1,0 +1,144 @@
+"""Self-distillation: a model's own greedy answers as a chat file, for MARS to be trained on.
+
+A model that learns several tokens at once from its own words need not change what it says, so more of its candidates are right.
+
+    python -m eval.distill --model smollm2-135m --prompts gsm8k_train.jsonl --out out/own.jsonl
+    python train.py --init smollm2-135m --data out/own.jsonl
+
+Rows come in the order of the prompts, {"messages", "index": line of the prompt from 0}. An answer that did not end within
+--max-new-tokens carries "cut": true: training takes it up to there and does not learn to end. Run the same command again after an
+interruption: it goes on behind the last row. OUT's neighbour NAME.about.json holds the settings and the counts.
+"""
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+from data import ChatTokenizer, read_chats
+from eval.load import Server
+from eval.results import provenance
+from model import UserError, load_pretrained, pack, pick_device, pick_dtype, read_json, write_json
+
+
+@torch.inference_mode()
+def answers(server: Server, prompts: list):
+    """Yield (index, Generation) of every prompt, one token per forward, in the order in which they end. A free row begins the next."""
+    batch, upcoming, serving = server.batch, list(enumerate(prompts))[::-1], {}
+    while upcoming or serving:
+        for i in (batch.limit == 0).nonzero().flatten().tolist():
+            if upcoming:
+                serving[i], prompt = upcoming.pop()
+                server.admit(i, prompt, 1.0)
+        if batch.alive():
+            server.step(1.0)
+        for i in [i for i in serving if not batch.limit[i]]:
+            yield serving.pop(i), batch.generations[i]
+
+
+def in_order(pairs, first: int = 0):
+    """Pairs (index, value), of which every index from `first` on comes once, by rising index: each as early as that allows."""
+    held = {}
+    for index, value in pairs:
+        held[index] = value
+        while first in held:
+            yield first, held.pop(first)
+            first += 1
+
+
+def resume(out: Path, about: Path, settings: dict) -> int:
+    """The index to go on from: 0, or behind the last whole row of an earlier run with the same settings. Cuts a torn last line off."""
+    if not out.is_file():
+        return 0
+    old = read_json(about).get("settings", {})
+    changed = [f"{k} was {old.get(k)!r}, is {v!r}" for k, v in settings.items() if old.get(k) != v]
+    if changed:
+        raise UserError(f"{out} was begun with other settings: {'; '.join(changed)}. Name another --out, or delete it")
+    rows = out.read_bytes().split(b"\n")[:-1]  # what follows the last newline was not finished
+    out.write_bytes(b"".join(row + b"\n" for row in rows))
+    return json.loads(rows[-1])["index"] + 1 if rows else 0
+
+
+def run(args) -> dict:
+    device = pick_device(args.device)
+    dtype, reason = pick_dtype(device, args.dtype)
+    chats = read_chats(args.prompts, need_answer=False)[: args.limit]
+    prompts = [chat[:-1] if chat[-1]["role"] == "assistant" else chat for chat in chats]
+    about = args.out.with_suffix(".about.json")
+    origin = provenance(device, dtype, args.prompts)
+    settings = {"model": args.model, "max_new_tokens": args.max_new_tokens, "limit": args.limit, "drop_cut": args.drop_cut, "prompts_sha256": origin["data_sha256"],
+                "dtype": origin["dtype"]}
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    first = resume(args.out, about, settings)
+    counts = read_json(about).get("counts", {}) if first else {}
+    write_json(about, {"settings": settings, "counts": counts, **origin})
+    tokenizer, model = ChatTokenizer.from_pretrained(args.model), pack(load_pretrained(args.model, dtype, device))
+    longest = max(len(tokenizer.encode_prompt(p)) for p in prompts)
+    room = model.config.max_position_embeddings - longest
+    if room < 1:
+        raise UserError(f"{args.prompts}: a prompt has {longest} tokens, the model {model.config.max_position_embeddings} positions")
+    print(f"{args.model} on {device}, {settings['dtype']} ({reason}); {len(prompts) - first} of {len(prompts)} prompts to answer"
+          f"{f', from number {first + 1} on' if first else ''}", flush=True)
+    server = Server(model, tokenizer, args.batch_size, longest, 1, min(args.max_new_tokens, room))
+    n_tokens, began = 0, time.perf_counter()
+    with args.out.open("a", encoding="utf-8") as file, tqdm(total=len(prompts), initial=first, unit="answer", disable=args.quiet,
+                                                            dynamic_ncols=True) as bar:
+        pairs = ((first + i, g) for i, g in answers(server, prompts[first:]))
+        for index, g in in_order(pairs, first):
+            n_tokens += len(g.ids)
+            cut = g.stop_reason != "eos"
+            if not (cut and (args.drop_cut or not g.text)):
+                answer = {"role": "assistant", "content": g.text} | ({"cut": True} if cut else {})
+                file.write(json.dumps({"messages": [*prompts[index], answer], "index": index}, ensure_ascii=False) + "\n")
+                file.flush()
+            bar.update()
+            bar.set_postfix({"tokens/s": f"{n_tokens / (time.perf_counter() - began):.0f}"})
+    rows = [json.loads(line)["messages"] for line in args.out.read_bytes().split(b"\n") if line]
+    seconds = time.perf_counter() - began
+    result = {"prompts": len(prompts), "answers": len(rows), "cut": sum("cut" in row[-1] for row in rows), "first": first,
+              "seconds": seconds, "tokens_per_second": n_tokens / seconds}
+    write_json(about, {"settings": settings, "counts": result, **origin})
+    what = f"{len(prompts) - len(rows)} more were left out, having" if args.drop_cut else f"{result['cut']} of them cut, having"
+    print(f"wrote {args.out}: {len(rows)} answers, {what} not ended within {args.max_new_tokens} tokens; {result['tokens_per_second']:.0f} tokens/s")
+    return result
+
+
+def main(argv=None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    add = parser.add_argument_group("what").add_argument
+    add("--model", required=True, metavar="NAME|DIR")
+    add("--prompts", required=True, metavar="FILE", help="JSONL of chats, question/answer rows, ...; answers in it are not read")
+    add("--out", required=True, type=Path, metavar="CHATS", help="JSONL of chats")
+    add("--limit", type=int, default=None, metavar="N", help="the first N prompts")
+    add = parser.add_argument_group("how").add_argument
+    add("--max-new-tokens", type=int, default=256, metavar="N", help="longer answers are cut")
+    add("--drop-cut", action="store_true", help="leave answers out that did not end")
+    add("--batch-size", type=int, default=16, metavar="N")
+    add("--device", default="auto")
+    add("--dtype", default="auto", choices=["auto", "float32", "bfloat16"])
+    add = parser.add_argument_group("output").add_argument
+    add("--quiet", action="store_true", help="no progress bar")
+    add("--json", action="store_true", help="one JSON object as the last line")
+    args = parser.parse_args(argv)
+    for option in ("limit", "max_new_tokens", "batch_size"):
+        if (value := getattr(args, option)) is not None and value < 1:
+            parser.error(f"--{option.replace('_', '-')} {value}: must be at least 1")
+    try:
+        result = run(args)
+    except UserError as e:
+        print(f"error: {e}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(f"\nstopped; the same command goes on behind the last row of {args.out}", file=sys.stderr)
+        return 130
+    if args.json:
+        print(json.dumps(result))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
