@@ -7,6 +7,7 @@ Parameter names are Hugging Face's, so loading a folder is nearly an identity. T
 forward takes token ids, the position each token stands for, and a mask that says which position may see which.
 """
 
+import functools
 import json
 import os
 import re
@@ -135,6 +136,14 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
     return x * cos + torch.cat([-second, first], dim=-1) * sin
 
 
+@functools.cache
+def flex_attention():
+    """torch's FlexAttention; compiled on CUDA, where it has a kernel of its own."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return torch.compile(flex_attention) if torch.cuda.is_available() else flex_attention
+
+
 class Attention(nn.Module):
     """Causal or masked attention with grouped queries; `layer` is its place in the KV cache."""
 
@@ -149,7 +158,8 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(self.n_head * hd, D, bias=False)
 
     def forward(self, x, cos, sin, mask, cache, slots):
-        """x (N, T, D) -> (N, T, D). mask: None = causal, or additive (N, 1, G*T, S). slots: where the cache stores new keys."""
+        """x (N, T, D) -> (N, T, D). mask: None = causal, additive (N, 1, G*T, S), or FlexAttention's. slots: where the cache
+        stores new keys."""
         N, T, _ = x.shape
         K, G, hd = self.n_kv, self.n_head // self.n_kv, self.head_dim
         q = rotate(self.q_proj(x).view(N, T, K * G, hd), cos, sin)  # (N, T, H, hd)
@@ -160,6 +170,8 @@ class Attention(nn.Module):
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         if mask is None:
             y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        elif not isinstance(mask, torch.Tensor):
+            y = flex_attention()(q, k, v, block_mask=mask, enable_gqa=True)
         else:
             # The G heads that share a key are G more queries of it: no copy of K and V is made for grouping.
             y = F.scaled_dot_product_attention(q.reshape(N, K, G * T, hd), k, v, attn_mask=mask)
@@ -216,7 +228,8 @@ class Qwen2(nn.Module):
         """Hidden states (N, T, D) after the last norm.
 
         input_ids (N, T). positions (N, T): the position each token stands for; None = 0..T-1, or from the cache's cursors.
-        mask (N, T, S) bool, True = may attend; None = causal. With a cache the mask is the cache's own (slot <= position).
+        mask (N, T, S) bool, True = may attend, or a BlockMask of FlexAttention; None = causal. With a cache the mask is the
+        cache's own (slot <= position).
         """
         N, T = input_ids.shape
         if positions is None:
@@ -230,7 +243,7 @@ class Qwen2(nn.Module):
         dtype = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
         c = self.config
         cos, sin = rope_tables(positions.to(x.device), c.head_dim, c.rope_theta, dtype)
-        if mask is not None:  # once for all layers: True -> 0, False -> -inf, repeated for the G queries of each key
+        if isinstance(mask, torch.Tensor):  # once for all layers: True -> 0, False -> -inf, repeated for the G queries of each key
             mask = torch.zeros(mask.shape, dtype=dtype, device=x.device).masked_fill_(~mask, -torch.inf)
             mask = mask[:, None].repeat(1, 1, c.num_attention_heads // c.num_key_value_heads, 1)  # (N, 1, G*T, S)
         for layer in self.model.layers:

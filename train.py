@@ -52,6 +52,14 @@ def block_starts(positions, response_start, block_size: int, anchor=None):
     return torch.maximum(anchor + (positions - anchor) // block_size * block_size, response_start)
 
 
+def may_attend(pos_q, start_q, noisy_q, pos_k, start_k, noisy_k):
+    """May query q see key k? Of each: its position, the start of its block (read of noisy ones only), whether it is noisy."""
+    clean_to_clean = ~noisy_q & ~noisy_k & (pos_k <= pos_q)
+    noisy_to_noisy = noisy_q & noisy_k & (start_k == start_q) & (pos_k <= pos_q)
+    noisy_to_clean = noisy_q & ~noisy_k & (pos_k < start_q)
+    return clean_to_clean | noisy_to_noisy | noisy_to_clean
+
+
 def mars_mask(positions, starts, noisy):
     """The block-causal mask (N, T, T), True = query i (row) may attend to key j (column). Paper Figure 2.
 
@@ -63,13 +71,18 @@ def mars_mask(positions, starts, noisy):
         ...                                ...
         clean 7  11111111|........         noisy 4  1111....|....1...    ... block 4 the clean 0..3
     """
-    pos_q, pos_k = positions[..., :, None], positions[..., None, :]
-    start_q, start_k = starts[..., :, None], starts[..., None, :]
-    noisy_q, noisy_k = noisy[..., :, None], noisy[..., None, :]
-    clean_to_clean = ~noisy_q & ~noisy_k & (pos_k <= pos_q)
-    noisy_to_noisy = noisy_q & noisy_k & (start_k == start_q) & (pos_k <= pos_q)
-    noisy_to_clean = noisy_q & ~noisy_k & (pos_k < start_q)
-    return clean_to_clean | noisy_to_noisy | noisy_to_clean
+    query = (t[..., :, None] for t in (positions, starts, noisy))
+    key = (t[..., None, :] for t in (positions, starts, noisy))
+    return may_attend(*query, *key)
+
+
+def flex_mask(positions, starts, noisy):
+    """The same mask for FlexAttention (--attn flex), which never holds it whole and skips its empty blocks. positions, starts (N, T)."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    N, T = positions.shape
+    at = lambda b, i: (positions[b, i], starts[b, i], noisy[i])
+    return create_block_mask(lambda b, h, q, k: may_attend(*at(b, q), *at(b, k)), N, None, T, T, device=positions.device)
 
 
 class Streams(NamedTuple):
@@ -145,13 +158,14 @@ def target_losses(model, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Te
     return torch.cat([checkpoint(chunk_loss, h, y, use_reentrant=False, preserve_rng_state=False) for h, y in chunks])
 
 
-def dual_stream_loss(model, batch: Streams) -> tuple[torch.Tensor, torch.Tensor]:
+def dual_stream_loss(model, batch: Streams, flex: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
     """(L_mask, L_AR) of a micro-batch as sums over its own supervised tokens, in nats (paper eq. 3 and 5).
 
     Sums, not means: whoever calls divides by the token counts of the whole optimizer step, so that micro-batches of
-    unequal size add up to exactly the mean over tokens. Without a noisy stream L_mask is 0.
+    unequal size add up to exactly the mean over tokens. Without a noisy stream L_mask is 0. flex: attention by FlexAttention.
     """
-    mask = mars_mask(batch.positions, batch.starts, batch.noisy) if batch.noisy.any() else None
+    make = flex_mask if flex else mars_mask
+    mask = make(batch.positions, batch.starts, batch.noisy) if batch.noisy.any() else None
     hidden = model(batch.input_ids, batch.positions, mask)                     # (N, T, D)
     supervised = batch.labels != IGNORE                                        # (N, T)
     losses = target_losses(model, hidden[supervised], batch.labels[supervised])
@@ -199,7 +213,7 @@ def optimizer_step(model, optimizer, rows: list[Row], block_size, mask_id: int, 
         batch = batches[min(i, len(batches) - 1)].to(args.device)
         share = float(i < len(batches))  # a rank for which no group is left takes the last one at weight 0: --shard needs all ranks
         with autocast(args):
-            sum_mask, sum_ar = dual_stream_loss(model, batch)
+            sum_mask, sum_ar = dual_stream_loss(model, batch, args.attn == "flex")
         (share * (sum_mask / max(1, n_mask) + ar_weight * sum_ar / n_ar)).backward()
         totals += share * torch.tensor([sum_mask.item(), sum_ar.item()], dtype=torch.float64)
         del batch, sum_mask, sum_ar  # before the next one is built
@@ -305,7 +319,7 @@ def estimate_seconds(model, rows: list[Row], block_size, batch_size: int, mask_i
         batch = build_streams(timed, block_size, mask_id, args.anchor).to(args.device)
         began = time.perf_counter()
         with autocast(args):
-            loss = sum(dual_stream_loss(model, batch))
+            loss = sum(dual_stream_loss(model, batch, args.attn == "flex"))
         loss.backward()
         loss.item()
         took = time.perf_counter() - began
@@ -474,8 +488,8 @@ def parse(argv) -> argparse.Namespace:
     add = parser.add_argument_group("objective").add_argument
     add("--block-size", type=int, default=4, metavar="B", help="tokens per block, any B >= 1")
     add("--ar-weight", type=float, default=1.0, metavar="W", help="L = L_mask + W * L_AR; 0 = the paper's 'w/o SFT loss'")
-    add("--anchor", type=anchor, default="random", metavar="random|start|P", help="where blocks begin: anywhere, anew in each step (default); "
-        "at each answer's start (the paper); counted from position P (the authors: 0)")
+    add("--anchor", type=anchor, default="random", metavar="random|start|P", help="where blocks begin: anywhere, anew in each "
+        "step (default); at each answer's start (the paper); counted from position P (the authors: 0)")
     add = parser.add_argument_group("optimizer").add_argument
     tinys = lambda name: "tiny models: " + ", ".join(f"{stage} {of[name]:g}" for stage, of in TINY_STAGES.items())
     add("--batch-size", default=None, metavar="N[,N]", help=f"chats per optimizer step, of each stage (default 16; {tinys('batch_size')})")
@@ -489,6 +503,8 @@ def parse(argv) -> argparse.Namespace:
     add = parser.add_argument_group("machine").add_argument
     add("--device", default="auto", help="auto | cuda | mps | cpu")
     add("--dtype", default="auto", choices=["auto", "float32", "bfloat16"], help="of matrix products; weights and AdamW stay float32")
+    add("--attn", default="dense", choices=["dense", "flex"], help="dense: the mask as a matrix; "
+        "flex: FlexAttention, for long chats on CUDA")
     add("--shard", action="store_true", help="under torchrun: split weights, gradients and AdamW over the ranks (FSDP2)")
     add("--micro-tokens", type=int, default=None, metavar="N", help="tokens taken through the network at once "
         "(default 1024; tiny models 4096; CUDA 16384)")
@@ -547,6 +563,8 @@ def run(args) -> dict:
     if args.shard and args.n_ranks == 1:
         raise UserError("--shard splits over several ranks: start with torchrun --nproc-per-node=N train.py ...")
     args.device = pick_device(device)
+    if args.attn == "flex" and args.device.type != "cuda":
+        raise UserError(f"--attn flex: FlexAttention has a backward pass on CUDA only, and this is {args.device}; use --attn dense")
     small = args.dtype == "auto" and args.device.type == "cpu" and args.tiny
     args.dtype, reason = (torch.float32, "tiny models stay in it") if small else pick_dtype(args.device, args.dtype)
     micro_tokens = 16384 if args.device.type == "cuda" else 4096 if args.tiny else 1024

@@ -9,6 +9,7 @@ own: train.py on the tiny model from nothing, both stages, saving every third st
 import argparse
 import json
 import random
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -77,11 +78,12 @@ def crash(folder: Path, kills: int, steps: int, seed: int, more=()) -> dict:
             finished = losses(killed) == losses(straight) and same_weights(killed / "mars", straight / "mars")
             moments.append({"seconds": None, "checkpoint": "finished before the kill", "equal": finished})
             print(f"run {len(moments)} was finished before its kill; equal: {finished}", flush=True)
-            subprocess.run(["rm", "-r", str(killed)], check=True)
+            shutil.rmtree(killed)
             continue
         torn = sorted(p.name for p in killed.glob("*") if p.suffix in (".part", ".tmp", ".old")) if killed.is_dir() else []
         moments.append({"seconds": after, "checkpoint": newest(killed), "torn": torn})
-        print(f"kill {len(moments)} after {after:.1f} s; newest checkpoint {moments[-1]['checkpoint']}, half written: {', '.join(torn) or 'nothing'}", flush=True)
+        left = ", ".join(torn) or "nothing"
+        print(f"kill {len(moments)} after {after:.1f} s; newest checkpoint {moments[-1]['checkpoint']}, half written: {left}", flush=True)
     finish(start(killed, steps, more))
     return {"kills": moments, "losses_equal": losses(killed) == losses(straight), "n_steps": len(losses(killed)),
             "weights_equal": same_weights(killed / "mars", straight / "mars") and same_weights(killed / "sft", straight / "sft"),
@@ -108,7 +110,8 @@ def main(argv=None) -> int:
     print(f"after {args.kills} kills: losses of {result['n_steps']} steps {'equal' if result['losses_equal'] else 'DIFFER'}, "
           f"final weights {'equal' if result['weights_equal'] else 'DIFFER'}")
     if args.out:
-        write_results(args.out, result | {"settings": {"steps": args.steps, "run": RUN}, **provenance("cpu", torch.float32, seed=args.seed)})
+        settings = {"steps": args.steps, "run": RUN}
+        write_results(args.out, result | {"settings": settings, **provenance("cpu", torch.float32, seed=args.seed)})
     if args.json:
         print(json.dumps(result))
     return 0 if good else 1

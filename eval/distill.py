@@ -70,8 +70,8 @@ def run(args) -> dict:
     prompts = [chat[:-1] if chat[-1]["role"] == "assistant" else chat for chat in chats]
     about = args.out.with_suffix(".about.json")
     origin = provenance(device, dtype, args.prompts)
-    settings = {"model": args.model, "max_new_tokens": args.max_new_tokens, "limit": args.limit, "drop_cut": args.drop_cut, "prompts_sha256": origin["data_sha256"],
-                "dtype": origin["dtype"]}
+    settings = {k: getattr(args, k) for k in ("model", "max_new_tokens", "limit", "drop_cut")}
+    settings |= {"prompts_sha256": origin["data_sha256"], "dtype": origin["dtype"]}
     args.out.parent.mkdir(parents=True, exist_ok=True)
     first = resume(args.out, about, settings)
     counts = read_json(about).get("counts", {}) if first else {}
@@ -103,7 +103,8 @@ def run(args) -> dict:
               "seconds": seconds, "tokens_per_second": n_tokens / seconds}
     write_json(about, {"settings": settings, "counts": result, **origin})
     what = f"{len(prompts) - len(rows)} more were left out, having" if args.drop_cut else f"{result['cut']} of them cut, having"
-    print(f"wrote {args.out}: {len(rows)} answers, {what} not ended within {args.max_new_tokens} tokens; {result['tokens_per_second']:.0f} tokens/s")
+    print(f"wrote {args.out}: {len(rows)} answers, {what} not ended within {args.max_new_tokens} tokens; "
+          f"{result['tokens_per_second']:.0f} tokens/s")
     return result
 
 

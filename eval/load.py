@@ -155,26 +155,31 @@ def summary(name: str, requests: list[Request], trace: list[tuple], ends: list[f
         "tokens_per_forward": tokens / forwards, "finished_per_second_in_the_rush": len(in_rush) / (ends[1] - ends[0]),
         "most_waiting": max(w for _, w, _, _ in trace), "mean_tau": statistics.fmean(tau for *_, tau in trace),
         "lowest_tau": min(tau for *_, tau in trace), "last_tau": trace[-1][-1],
-        "seconds_to_clear": next((t - ends[1] for t, w, _, _ in trace if t >= ends[1] and not w), None),  # after the rush, until nobody waits
+        # after the rush, until nobody waits
+        "seconds_to_clear": next((t - ends[1] for t, w, _, _ in trace if t >= ends[1] and not w), None),
     }  # fmt: skip
 
 
 def table(result: dict) -> str:
     s = result["settings"]
     calm, rush = s["calm"] * result["capacity"], s["rush"] * result["capacity"]
-    lines = [f"{s['rows']} rows serve {result['capacity']:.1f} requests/s at tau 1; {calm:.1f}/s arrive, then {rush:.1f}/s, then {calm:.1f}/s",
-             "server                 right   95 % interval   latency p50     p95     p99   in the rush: p95   done/s   tau mean   lowest   at the end"]
+    lines = [f"{s['rows']} rows serve {result['capacity']:.1f} requests/s at tau 1; "
+             f"{calm:.1f}/s arrive, then {rush:.1f}/s, then {calm:.1f}/s",
+             "server                 right   95 % interval   latency p50     p95     p99"
+             "   in the rush: p95   done/s   tau mean   lowest   at the end"]
     for r in result["rows"]:
         interval = f"{r['low']:.1%}..{r['high']:.1%}"
         lines.append(f"{r['policy']:20}{r['accuracy']:8.1%}{interval:>16}{r['p50']:12.2f} s{r['p95']:6.2f} s{r['p99']:6.2f} s"
-                     f"{r['p95_of_the_rush']:17.2f} s{r['finished_per_second_in_the_rush']:9.1f}{r['mean_tau']:11.3f}{r['lowest_tau']:9.2f}{r['last_tau']:13.2f}")
+                     f"{r['p95_of_the_rush']:17.2f} s{r['finished_per_second_in_the_rush']:9.1f}"
+                     f"{r['mean_tau']:11.3f}{r['lowest_tau']:9.2f}{r['last_tau']:13.2f}")
     lines.append(f"p95 latency of tau 1 over the controller's: {result['p95_ratio']:.1f}")
     return "\n".join(lines)
 
 
 def markdown(result: dict) -> str:
     """The README's table."""
-    lines = ["| server | right | latency, half below | 95 % below | 95 % of the rush below | answered per second in the rush | mean tau | tau at the end |",
+    lines = ["| server | right | latency, half below | 95 % below | 95 % of the rush below | answered per second in the rush "
+             "| mean tau | tau at the end |",
              "|---|---|---|---|---|---|---|---|"]
     for r in result["rows"]:
         lines.append(f"| {r['policy']} | {r['accuracy']:.1%} | {r['p50']:.2f} s | {r['p95']:.2f} s | {r['p95_of_the_rush']:.2f} s | "
@@ -248,7 +253,8 @@ def run(args) -> dict:
         runs[name] = mine, serve(new_server(), mine, policy, Clock())
     rows = [summary(name, mine, trace, ends) for name, (mine, trace) in runs.items()]
     names = ("model", "rows", "calm", "rush", "seconds", "tau_low", "tau_fixed", "patience", "questions")
-    result = {"rows": rows, "capacity": at_one, "p95_ratio": rows[0]["p95"] / rows[2]["p95"], "settings": {k: getattr(args, k) for k in names}}
+    result = {"rows": rows, "capacity": at_one, "p95_ratio": rows[0]["p95"] / rows[2]["p95"]}
+    result["settings"] = {k: getattr(args, k) for k in names}
     print(table(result))
     if args.out:
         write_results(args.out, result | provenance(device, dtype, "arithmetic", args.seed))

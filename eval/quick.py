@@ -26,7 +26,8 @@ MAX_NEW_TOKENS = 128  # the longest answer has 80
 
 def speedups(modes, tokenizer, questions, block_size, batch_size: int, bar) -> list[float]:
     """Tokens per second of every mode, (model, tau), over those of the first: the median ratio of many short rounds."""
-    named = {i: our_mode(model, tokenizer, tau, block_size=block_size, max_new_tokens=MAX_NEW_TOKENS) for i, (model, tau) in enumerate(modes)}
+    settings = dict(block_size=block_size, max_new_tokens=MAX_NEW_TOKENS)
+    named = {i: our_mode(model, tokenizer, tau, **settings) for i, (model, tau) in enumerate(modes)}
     timings = rounds(named, [questions[i : i + batch_size] for i in range(0, len(questions), batch_size)], bar)
     return [statistics.median(ratios(timings[i], timings[0])) for i in named]
 
@@ -72,7 +73,8 @@ def main(argv=None) -> int:
     parser.add_argument("--mars", required=True, metavar="DIR", help="the model after MARS")
     parser.add_argument("--problems", type=int, default=500, metavar="N")
     parser.add_argument("--tau", default=",".join(f"{tau:g}" for tau in TAUS), metavar="LIST")
-    parser.add_argument("--rounds", type=int, default=20, metavar="N", help="of timing: N rounds of 16 questions, 4N of one; their median counts")
+    parser.add_argument("--rounds", type=int, default=20, metavar="N",
+                        help="of timing: N rounds of 16 questions, 4N of one; their median counts")
     parser.add_argument("--block-size", type=int, default=None, metavar="B", help="candidates per forward (default: as trained)")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16"])

@@ -147,7 +147,8 @@ def start_peak(model):
         Path("/proc/self/clear_refs").write_text("5")
     except OSError:
         return lambda: None
-    return lambda: next(int(line.split()[1]) / 1024 for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
+    status = Path("/proc/self/status")
+    return lambda: next(int(line.split()[1]) / 1024 for line in status.read_text().splitlines() if line.startswith("VmHWM"))
 
 
 def interleaved(functions: dict, repeats: int) -> dict[str, float]:
@@ -170,7 +171,8 @@ def forward_seconds(model, tokenizer, batch: int, widths, context: int, repeats:
     rules = Rules.of(tokenizer, c.vocab_size, device=cache.k.device)
 
     def step(width):
-        hidden = model(torch.full((batch, width), 5, device=cache.k.device), cache=cache)  # the cursor stays: each call writes the same slots
+        # the cursor stays: each call writes the same slots
+        hidden = model(torch.full((batch, width), 5, device=cache.k.device), cache=cache)
         candidates(model.logits(hidden), rules)[1].cpu()
 
     return interleaved({w: lambda w=w: step(w) for w in widths}, repeats)
@@ -249,9 +251,9 @@ def markdown(result: dict) -> str:
         of = [r for r in rows if r["mode"] == mode]
         cells = " | ".join(f"{r['ratio_to_ar']:.2f}x" + (f" ({r['tokens_per_second']:.0f}/s)" if mode == "ar" else "") for r in of)
         lines.append(f"| {mode} | {of[-1]['tokens_per_forward']:.2f} | {cells} |")
-    for name, key in (("a step of {W} over a step of 1", "window_over_ar_forward"), ("a step of {widest} over a step of 1", "widest_over_ar_forward")):
-        W = result["settings"]["window"]
-        lines.append(f"| {name.format(W=W, widest=2 * W - 1)} | | " + " | ".join(f"{result[key][str(n)]:.2f}" for n in batches) + " |")
+    W = result["settings"]["window"]
+    for width, key in ((W, "window_over_ar_forward"), (2 * W - 1, "widest_over_ar_forward")):
+        lines.append(f"| a step of {width} over a step of 1 | | " + " | ".join(f"{result[key][str(n)]:.2f}" for n in batches) + " |")
     return "\n".join(lines)
 
 
@@ -271,7 +273,8 @@ def plot(result: dict, file: Path) -> None:
     for name, shade in zip(names, shades):
         rows = [r for r in result["rows"] if r["mode"] == name]
         x = [str(r["batch"]) for r in rows]
-        ax.plot(x, [r["ratio_to_ar"] for r in rows], marker="o", color=colours.get(name, shade), label=name, lw=2 if name == "cursor" else 1.2)
+        y, width = [r["ratio_to_ar"] for r in rows], 2 if name == "cursor" else 1.2
+        ax.plot(x, y, marker="o", color=colours.get(name, shade), label=name, lw=width)
     ax.set(xlabel="batch size", ylabel="tokens per second / AR", ylim=(0, None))
     ax.axhline(1, color="#555555", lw=0.6)
     ax.legend(frameon=False, fontsize=8, ncols=2)

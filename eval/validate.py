@@ -55,13 +55,16 @@ def validate(model, tokenizer, rows: list[Row], block_size: int, micro_tokens: i
     offset, loss, confidence, agrees = torch.cat(offset), torch.cat(loss), torch.cat(confidence), torch.cat(agrees).float()
     mean = lambda values, where: values[where].mean().item() if where.any() else None
     at = [offset == m for m in range(block_size)]
-    bins = [(low, high, (confidence >= low) & ((confidence < high) | (high == 1))) for low, high in zip(BINS, BINS[1:])]
+    bins = []
+    for low, high in zip(BINS, BINS[1:]):
+        where = (confidence >= low) & ((confidence < high) | (high == 1))
+        means = {"confidence": mean(confidence, where), "agreement": mean(agrees, where)}
+        bins.append({"low": low, "high": high, "n": int(where.sum()), **means})
     return {
         "n_chats": len(rows), "n_tokens": n_ar, "L_AR": sum_ar / n_ar, "L_mask": mean(loss, offset >= 0),
         "L_mask_by_mask": [mean(loss, where) for where in at], "agreement": mean(agrees, offset >= 0),
         "agreement_by_mask": [mean(agrees, where) for where in at],
-        "calibration": [{"low": low, "high": high, "n": int(where.sum()), "confidence": mean(confidence, where), "agreement": mean(agrees, where)}
-                        for low, high, where in bins],
+        "calibration": bins,
     }  # fmt: skip
 
 
@@ -73,8 +76,8 @@ def sample_rate(model, tokenizer, chats, tau: float, block_size: int, max_new_to
 
 def table(result: dict) -> str:
     show = lambda v, digits=3: "-" if v is None else f"{v:.{digits}f}"
-    lines = [f"{result['n_chats']} chats, {result['n_tokens']:,} answer tokens: L_AR {result['L_AR']:.4f}, L_mask {show(result['L_mask'], 4)}, "
-             f"masks agree with one token at a time {show(result['agreement'])}",
+    lines = [f"{result['n_chats']} chats, {result['n_tokens']:,} answer tokens: L_AR {result['L_AR']:.4f}, "
+             f"L_mask {show(result['L_mask'], 4)}, masks agree with one token at a time {show(result['agreement'])}",
              "mask        " + "".join(f"{m:9}" for m in range(1, len(result["L_mask_by_mask"]) + 1)),
              "L_mask      " + "".join(f"{show(v):>9}" for v in result["L_mask_by_mask"]),
              "agreement   " + "".join(f"{show(v):>9}" for v in result["agreement_by_mask"]),
@@ -119,7 +122,8 @@ def main(argv=None) -> int:
     print(table(result))
     if args.out:
         settings = {"model": args.model, "block_size": block_size, "limit": args.limit, "max_len": args.max_len}
-        write_results(args.out, result | {"settings": settings, "cut": dict(cut), "trained": tokenizer.mars, **provenance(device, dtype, args.data)})
+        about = {"settings": settings, "cut": dict(cut), "trained": tokenizer.mars, **provenance(device, dtype, args.data)}
+        write_results(args.out, result | about)
     if args.json:
         print(json.dumps(result))
     return 0

@@ -385,7 +385,7 @@ def test_stop_strings_end_a_row_as_if_tokens_came_one_by_one(model, tokenizer, c
     for stop in stops:
         first = free.text.find(stop)
         streamed = []
-        on_text = lambda row, text, n: streamed.append((text, n))
+        on_text = lambda row, text, n, streamed=streamed: streamed.append((text, n))
         [g] = run(model, t, ["Hi"], tau=tau, cache=cache, stop=["never", stop], on_text=on_text)
         n = next(n for n in range(1, N + 1) if stop in t.decode(free.ids[:n]))
         assert (g.text, g.ids, g.stop_reason) == (free.text[:first], free.ids[:n], "stop")

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from conftest import tiny_model
 
+import train
 from data import Row
 from train import IGNORE, Streams, block_starts, build_streams, count_targets, dual_stream_loss, mars_mask
 
@@ -229,3 +230,31 @@ def test_bfloat16_autocast_is_near_float32():
     near.sum().backward()
     assert torch.allclose(near, exact, rtol=0.05) and not torch.equal(near, exact)
     assert all(p.grad.isfinite().all() for p in model.parameters())
+
+
+@pytest.mark.parametrize("length", [1, 7, 127, 129])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.filterwarnings("ignore::UserWarning")  # that uncompiled FlexAttention is slow
+def test_flex_attention_equals_the_dense_mask(length, device):
+    """Fault: FlexAttention sees what the dense mask hides, at lengths around its block of 128. On a CPU it has no backward pass."""
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no CUDA")
+    ids = torch.randint(5, 500, (length + 3,), generator=torch.Generator().manual_seed(length)).tolist()
+    rows = [Row(ids, [(3, length + 3)]), Row(ids[: length // 2 + 4], [(2, length // 2 + 4)])]
+    batch = build_streams(rows, 4, MASK, multiple=1).to(device)
+    found = []
+    for flex in (False, True):
+        model = tiny_model("0.5b", num_hidden_layers=2).to(device)
+        with torch.set_grad_enabled(device == "cuda"):
+            losses = torch.stack(dual_stream_loss(model, batch, flex))
+        if device == "cuda":
+            losses.sum().backward()
+            losses = torch.cat([losses.detach(), *(p.grad.flatten() for p in model.parameters())])
+        found.append(losses)
+    assert torch.allclose(*found, rtol=1e-4, atol=1e-3 if device == "cuda" else 0)
+
+
+def test_flex_attention_trains_on_cuda_only(tmp_path, capsys):
+    """Fault: a traceback from inside torch."""
+    argv = ["--init", "scratch", "--attn", "flex", "--device", "cpu", "--out", str(tmp_path)]
+    assert train.main(argv) == 2 and "--attn flex" in capsys.readouterr().err
