@@ -120,7 +120,8 @@ def main(argv=None) -> int:
     add("--blocks", default="4,8,16", metavar="LIST", help="block sizes of MARS; Block Diffusion takes the first")
     add("--problems", type=int, default=500, metavar="N", help="unseen problems to score")
     add = parser.add_argument_group("training").add_argument
-    add("--sft-steps", type=int, default=1500, metavar="N", help="of 16 problems, from nothing; fewer than tiny-sft's 3750, to leave room above")
+    add("--sft-steps", type=int, default=1500, metavar="N", 
+        help="of 16 problems, from nothing; fewer than tiny-sft's 3750, to leave room above")
     add("--steps", type=int, default=mars["steps"], metavar="N", help="of every variant, from there")
     add("--batch-size", type=int, default=mars["batch_size"], metavar="N")
     add("--lr", type=float, default=mars["lr"])
