@@ -195,12 +195,15 @@ def test_the_mask_id_is_recorded_and_a_trained_mask_is_kept(straight, tmp_path, 
     assert torch.equal(a.model.embed_tokens.weight, b.model.embed_tokens.weight)
 
 
-def test_the_token_budget_changes_memory_not_gradients(tmp_path, tokenizer):
-    """Through the real step. Fault: accumulation that weighs micro-batches instead of tokens."""
+@pytest.mark.parametrize("anchor", ["start", "random"])
+def test_the_token_budget_changes_memory_not_gradients(tmp_path, tokenizer, anchor):
+    """Through the real step. Fault: accumulation that weighs micro-batches instead of tokens; blocks that begin elsewhere when a step
+    is split otherwise."""
     rows, _ = encode_rows([p.messages() for p in arithmetic("train", 12)], tokenizer, 256)
     results = []
     for budget in (10**6, 300, 1):
-        args = settled(tmp_path, "--micro-tokens", str(budget))
+        args = settled(tmp_path, "--micro-tokens", str(budget), "--anchor", anchor)
+        torch.manual_seed(0)  # as train_stage does before every step
         model = tiny_model()
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
         record = train.optimizer_step(model, optimizer, rows, 4, tokenizer.mask_id, args)
