@@ -145,7 +145,7 @@ def count_targets(rows: list[Row]) -> tuple[int, int]:
 def target_losses(model, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """Cross-entropy in nats (M,), float32, of hidden (M, D) against labels (M,).
 
-    Runs in chunks of at most 2^25 logits, each recomputed in the backward pass: M x V logits never stand in memory.
+    Runs in chunks of at most 2^25 logits; more than one are recomputed in the backward pass: M x V logits never stand in memory.
     """
     if not len(labels):
         return torch.zeros(0, device=labels.device)
@@ -154,6 +154,8 @@ def target_losses(model, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Te
         return F.cross_entropy(model.logits(h).float(), y, reduction="none")
 
     size = max(1, 2**25 // model.config.vocab_size)
+    if len(labels) <= size:
+        return chunk_loss(hidden, labels)
     chunks = zip(hidden.split(size), labels.split(size))
     return torch.cat([checkpoint(chunk_loss, h, y, use_reentrant=False, preserve_rng_state=False) for h, y in chunks])
 
