@@ -17,7 +17,7 @@ from model import load_pretrained
 from train import build_streams, dual_stream_loss, learning_rate, start_mask_embedding
 
 SMALL = "--init scratch --data-size 60 --batch-size 8 --save-every 2 --problems 0 --quiet".split()
-SMALL += "--lr 2e-3 --device cpu --dtype float32 --micro-tokens 2048".split()
+SMALL += "--lr 2e-3 --device cpu --dtype float32 --micro-tokens 600".split()  # a step is 2 to 4 groups
 
 
 def run(out, *more, stages="sft,mars", steps="5,5"):
@@ -277,6 +277,15 @@ def test_a_stopped_run_saves_its_step_and_goes_on(straight, tmp_path, monkeypatc
     assert "sft-step-000003" in capsys.readouterr().err and signal.getsignal(number) is before
     assert run(tmp_path, "--save-every", "0", "--resume", "auto") == 0
     assert losses(tmp_path) == losses(straight)
+
+
+def test_a_run_killed_for_real(tmp_path):
+    """Fault: something that only SIGKILL shows: a checkpoint that does not load, another end. `eval.crash` does it ten times."""
+    from eval import crash
+
+    result = crash.crash(tmp_path, kills=1, steps=4, seed=0)
+    assert result["losses_equal"] and result["weights_equal"] and result["n_steps"] == 8
+    assert result["left_over"] == ["log.jsonl", "mars", "result.json", "sft"]
 
 
 def test_resume_auto_begins_continues_and_ends(straight, tmp_path, monkeypatch, capsys):
