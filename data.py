@@ -274,6 +274,12 @@ def read_chats(path, need_answer: bool = True) -> list[list[dict]]:
     return chats
 
 
+def first_question(messages: list[dict]) -> list[dict]:
+    """The messages before the first answer; [] if the chat begins with one."""
+    answers = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
+    return messages[: answers[0]] if answers else messages
+
+
 def load_chats(name_or_file: str, size: int = 20_000, seed: int = 0) -> list[list[dict]]:
     """Training chats by name (`arithmetic`: `size` generated problems, `gsm8k`) or from a JSONL file."""
     if name_or_file == "arithmetic":

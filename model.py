@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
 HUB_NAMES = {
     "qwen2.5-0.5b": "Qwen/Qwen2.5-0.5B-Instruct",
@@ -29,6 +30,7 @@ HUB_NAMES = {
     "coder-0.5b": "Qwen/Qwen2.5-Coder-0.5B-Instruct",
     "smollm2-135m": "HuggingFaceTB/SmolLM2-135M-Instruct",
 }
+LOGITS_AT_ONCE = 2**25  # that a loss holds in memory: 128 MB in float32, and their gradients
 SHIPPED = ("tiny-sft", "tiny-mars")  # folders of checkpoints/, beside this file
 
 
@@ -253,6 +255,23 @@ class Qwen2(nn.Module):
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """(..., D) -> (..., V). Call it only for the positions that are read: V is large."""
         return self.lm_head(hidden)
+
+    def token_losses(self, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """Cross-entropy in nats (M,), float32, of hidden (M, D) against labels (M,).
+
+        Runs in chunks of at most LOGITS_AT_ONCE; more than one are recomputed in the backward pass: M x V logits never stand in memory.
+        """
+        if not len(labels):
+            return torch.zeros(0, device=labels.device)
+
+        def chunk_loss(h, y):
+            return F.cross_entropy(self.lm_head(h).float(), y, reduction="none")
+
+        size = max(1, LOGITS_AT_ONCE // self.config.vocab_size)
+        if len(labels) <= size:
+            return chunk_loss(hidden, labels)
+        chunks = zip(hidden.split(size), labels.split(size))
+        return torch.cat([checkpoint(chunk_loss, h, y, use_reentrant=False, preserve_rng_state=False) for h, y in chunks])
 
     @torch.no_grad()
     def init_weights(self, seed: int = 0) -> "Qwen2":

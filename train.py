@@ -27,12 +27,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
-from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 
 from data import ChatTokenizer, Row, arithmetic, arithmetic_tokenizer, checksum, encode_rows, epoch_steps, load_chats, micro_batches
-from model import HUB_NAMES, ModelConfig, Qwen2, UserError, is_out_of_memory, load_pretrained
+from model import HUB_NAMES, LOGITS_AT_ONCE, ModelConfig, Qwen2, UserError, is_out_of_memory, load_pretrained
 from model import pick_device, pick_dtype, read_json, replace_folder, save_pretrained, write_json
 from parallel import add_up, any_rank, is_split, join, leave, like, load_optimizer_state, optimizer_state, shard, whole, whole_model
 
@@ -82,7 +80,8 @@ def flex_mask(positions, starts, noisy):
 
     N, T = positions.shape
     at = lambda b, i: (positions[b, i], starts[b, i], noisy[i])
-    return create_block_mask(lambda b, h, q, k: may_attend(*at(b, q), *at(b, k)), N, None, T, T, device=positions.device)
+    make = torch.compile(create_block_mask) if positions.is_cuda else create_block_mask  # uncompiled it does hold it whole
+    return make(lambda b, h, q, k: may_attend(*at(b, q), *at(b, k)), N, None, T, T, device=positions.device)
 
 
 class Streams(NamedTuple):
@@ -142,24 +141,6 @@ def count_targets(rows: list[Row]) -> tuple[int, int]:
     return n - sum(len(r.spans) for r in rows), n
 
 
-def target_losses(model, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Cross-entropy in nats (M,), float32, of hidden (M, D) against labels (M,).
-
-    Runs in chunks of at most 2^25 logits; more than one are recomputed in the backward pass: M x V logits never stand in memory.
-    """
-    if not len(labels):
-        return torch.zeros(0, device=labels.device)
-
-    def chunk_loss(h, y):
-        return F.cross_entropy(model.logits(h).float(), y, reduction="none")
-
-    size = max(1, 2**25 // model.config.vocab_size)
-    if len(labels) <= size:
-        return chunk_loss(hidden, labels)
-    chunks = zip(hidden.split(size), labels.split(size))
-    return torch.cat([checkpoint(chunk_loss, h, y, use_reentrant=False, preserve_rng_state=False) for h, y in chunks])
-
-
 def dual_stream_loss(model, batch: Streams, flex: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
     """(L_mask, L_AR) of a micro-batch as sums over its own supervised tokens, in nats (paper eq. 3 and 5).
 
@@ -170,7 +151,7 @@ def dual_stream_loss(model, batch: Streams, flex: bool = False) -> tuple[torch.T
     mask = make(batch.positions, batch.starts, batch.noisy) if batch.noisy.any() else None
     hidden = model(batch.input_ids, batch.positions, mask)                     # (N, T, D)
     supervised = batch.labels != IGNORE                                        # (N, T)
-    losses = target_losses(model, hidden[supervised], batch.labels[supervised])
+    losses = model.token_losses(hidden[supervised], batch.labels[supervised])
     noisy = batch.noisy.expand_as(supervised)[supervised]
     return losses[noisy].sum(), losses[~noisy].sum()
 
@@ -291,16 +272,19 @@ def look(stage: str, step: int, model, tokenizer, held_out, args) -> None:
     from eval.validate import sample_rate, validate
 
     rows, _ = encode_rows(held_out, tokenizer, args.max_len)
+    if not rows:
+        return
     model.eval()
     with autocast(args):
-        found = validate(model, tokenizer, rows, args.block_size, args.micro_tokens)
+        found = validate(model, tokenizer, rows, args.block_size, args.micro_tokens, args.attn == "flex")
         if not args.shard:
-            found["tokens_per_forward"] = sample_rate(model, tokenizer, held_out[:4], 0.95, args.block_size)
+            found["tokens_per_forward"] = sample_rate(model, tokenizer, held_out, 0.95, args.block_size, args.max_len)
     model.train()
     log({"stage": stage, "step": step, "val": found}, args)
-    rate = f", {found['tokens_per_forward']:.2f} tokens per forward at tau 0.95" if "tokens_per_forward" in found else ""
-    tqdm.write(f"{stage:7} step {step}, held out: L_AR {found['L_AR']:.4f}, L_mask {found['L_mask'] or 0:.4f}, "
-               f"agreement {found['agreement'] or 0:.3f}{rate}", file=sys.stdout)
+    show = {"L_AR": "L_AR {:.4f}", "L_mask": "L_mask {:.4f}", "agreement": "agreement {:.3f}",
+            "tokens_per_forward": "{:.2f} tokens per forward at tau 0.95"}  # fmt: skip
+    words = ", ".join(text.format(found[k]) for k, text in show.items() if found.get(k) is not None)
+    tqdm.write(f"{stage:7} step {step}, held out: {words}", file=sys.stdout)
 
 
 @torch.no_grad()
@@ -327,7 +311,7 @@ def estimate_seconds(model, rows: list[Row], block_size, batch_size: int, mask_i
         took = time.perf_counter() - began
     model.zero_grad(set_to_none=True)
     mean = sum(sum(n_streamed(r, block_size)) for r in rows) / len(rows)
-    return took / batch.input_ids.numel() * batch_size * mean
+    return took / batch.input_ids.numel() * batch_size * mean / args.n_ranks
 
 
 # ----------------------------------------------------------------------------------------------------- checkpoints
@@ -343,8 +327,17 @@ def save_checkpoint(stage: str, step: int, model, optimizer, tokenizer, args) ->
     Raises UserError when it cannot be written; the one before is then still there.
     """
     model, moments = whole_model(model), optimizer_state(optimizer)
-    if args.rank > 0:
-        return
+    error = None
+    if args.rank == 0:
+        try:
+            write_checkpoint(stage, step, model, moments, tokenizer, args)
+        except UserError as e:
+            error = e
+    if any_rank(error is not None, args):  # the others wait until it is there
+        raise error or UserError("rank 0 cannot write the checkpoint")
+
+
+def write_checkpoint(stage: str, step: int, model, moments: dict, tokenizer, args) -> None:
     dir = args.out / f"{stage}-step-{step:06d}"
     record = mars_record(stage, tokenizer, args)
     state = {"stage": stage, "step": step, "settings": args.settings, "keep_mask": args.keep_mask, "save_dtype": args.save_dtype}
@@ -355,7 +348,14 @@ def save_checkpoint(stage: str, step: int, model, optimizer, tokenizer, args) ->
         replace_folder(part, dir)
     for other in before:
         if other != dir:
-            shutil.rmtree(other)
+            drop(other)
+
+
+def drop(dir: Path) -> None:
+    """Delete a checkpoint; killed in the middle of it, what is left has another name and is never resumed."""
+    old = dir.with_name(dir.name + ".old")
+    shutil.rmtree(old, ignore_errors=True)
+    shutil.rmtree(dir.rename(old))
 
 
 @contextmanager
@@ -366,10 +366,12 @@ def stop_signals(args):
         return
 
     def note(number, frame):
-        if args.signals:
+        if not args.signals:
+            args.signals.append(number)
+            args.asked = time.monotonic()
+            print("\nstopping after this step; once more stops at once", file=sys.stderr, flush=True)
+        elif time.monotonic() > args.asked + 3:  # a launcher and the job system may both pass the same signal on
             raise KeyboardInterrupt
-        args.signals.append(number)
-        print("\nstopping after this step; once more stops at once", file=sys.stderr, flush=True)
 
     before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
@@ -404,12 +406,16 @@ def checkpoints(args) -> list[Path]:
     return [d for d in found if (d / "trainer_state.pt").is_file()]
 
 
+def same_settings(before: dict, args, folder: Path) -> None:
+    changed = [f"{k} was {v!r}, is {args.settings.get(k)!r}" for k, v in before.items() if args.settings.get(k) != v]
+    if changed:
+        raise UserError(f"--resume: {folder} was made with other settings: {'; '.join(changed)}")
+
+
 def load_resume(folder: Path, args) -> dict:
     """The trainer's state; the log is cut back to it. Raises UserError when it was made by other settings."""
     state = torch.load(folder / "trainer_state.pt", map_location="cpu", weights_only=True)
-    changed = [f"{k} was {v!r}, is {args.settings.get(k)!r}" for k, v in state["settings"].items() if args.settings.get(k) != v]
-    if changed:
-        raise UserError(f"--resume: {folder} was made with other settings: {'; '.join(changed)}")
+    same_settings(state["settings"], args, folder)
     if args.rank == 0:
         file = args.out / "log.jsonl"
         reached = (args.stages.index(state["stage"]), state["step"])
@@ -442,7 +448,8 @@ def memory_gb(config: ModelConfig, n_params: int, args) -> float:
     """Estimated peak: weights, gradients and two AdamW moments in float32, and the activations and logits of one group."""
     width = 10 * config.hidden_size + 4 * config.intermediate_size
     activations = config.num_hidden_layers * width * args.micro_tokens * (4 if args.dtype == torch.float32 else 3)
-    return (16 * n_params + activations + 16 * min(2**25, args.micro_tokens * config.vocab_size)) / 1e9
+    weights, logits = 16 * n_params / (args.n_ranks if args.shard else 1), 16 * min(LOGITS_AT_ONCE, args.micro_tokens * config.vocab_size)
+    return (weights + activations + logits) / 1e9
 
 
 TINY = ("scratch", "tiny-sft", "tiny-mars")  # --init, or the name of its folder: the tiny model from nothing, after SFT, after MARS
@@ -571,12 +578,10 @@ def run(args) -> dict:
     args.dtype, reason = (torch.float32, "tiny models stay in it") if small else pick_dtype(args.device, args.dtype)
     micro_tokens = 16384 if args.device.type == "cuda" else 4096 if args.tiny else 1024
     args.micro_tokens = args.settings["micro_tokens"] = args.micro_tokens or micro_tokens
-    resume = checkpoints(args)[-1:] if args.resume else []
+    finished = read_json(args.out / "result.json") if args.resume == "auto" and (args.out / args.stages[-1]).is_dir() else {}
+    resume = checkpoints(args)[-1:] if args.resume and not finished else []
     if args.resume == "newest" and not resume:
         raise UserError(f"--resume: no STAGE-step-NNNNNN checkpoint in {args.out}")
-    if args.resume == "auto" and not resume and (args.out / "result.json").is_file():
-        print(f"{args.out / args.stages[-1]} is finished")
-        return read_json(args.out / "result.json")
     if not args.resume and not args.overwrite:
         if unfinished := checkpoints(args):
             raise UserError(f"{args.out} holds an unfinished run ({unfinished[-1].name}): --resume continues it, --overwrite drops it")
@@ -611,6 +616,7 @@ def run(args) -> dict:
     print(f"data    {args.data}: {len(rows)} chats, {n_tokens:,} tokens, {n_targets:,} of them to learn")
     for what, n in cut.items():
         print(f"        {n} chats {what}")
+    chats = chats[:50]  # for a sample at the end
     if held_out:
         print(f"        {len(held_out)} more held out, to watch the losses on")
     print(f"train   {' then '.join(args.stages)}; B={args.block_size}, ar_weight {args.ar_weight:g}, seed {args.seed}")
@@ -618,14 +624,19 @@ def run(args) -> dict:
           f"{memory_gb(model.config, n_params, args):.1f} GB with {args.micro_tokens} tokens at once")
     print(f"output  {args.out}/", flush=True)
 
+    if finished:
+        same_settings(finished["settings"], args, args.out)
+        print(f"{args.out / args.stages[-1]} is finished")
+        return finished
     state = load_resume(resume[0], args) if resume else None
     if resume:
         args.keep_mask, args.save_dtype = state["keep_mask"], state["save_dtype"]
     elif args.rank == 0:
         with writing(args.out):
             args.out.mkdir(parents=True, exist_ok=True)
+            drop_torn(args.out)
             for stale in checkpoints(args):  # of the run that --overwrite drops
-                shutil.rmtree(stale)
+                drop(stale)
             (args.out / "result.json").unlink(missing_ok=True)
         about = {"settings": args.settings, "command": sys.argv, "device": str(args.device), "dtype": str(args.dtype),
                  "torch": torch.__version__, "python": platform.python_version(),
@@ -653,7 +664,7 @@ def run(args) -> dict:
     result["seconds"] = time.perf_counter() - args.began
     write_json(args.out / "result.json", result | about)
     for done in checkpoints(args):
-        shutil.rmtree(done)
+        drop(done)
     show_sample(full.to(args.device), tokenizer, chats, stage, args, folder)
     return result
 
@@ -710,10 +721,11 @@ def main(argv=None) -> int:
     except KeyboardInterrupt:
         saved = checkpoints(args)
         left = f"the same command with --resume continues {saved[-1]}" if saved else "no checkpoint yet"
-        print(f"\nstopped; {f'{args.finished} is finished' if args.finished else left}", file=sys.stderr)
+        if args.rank == 0:
+            print(f"\nstopped; {f'{args.finished} is finished' if args.finished else left}", file=sys.stderr)
         return 128 + (args.signals or [signal.SIGINT])[0]
     finally:
-        leave(args)
+        leave()
     if args.json:
         print(json.dumps(result))
     return 0

@@ -25,7 +25,7 @@ from model import UserError, load_pretrained, read_json, write_json
 
 def variants(blocks: list[int]) -> list[tuple]:
     """(name, block size or None, options of train.py) of every variant. No options: the model all start from, and Block Diffusion."""
-    rows = [("AR SFT", None, None), ("AR SFT, twice the steps", None, ["--stages", "sft"])]
+    rows = [("AR SFT", None, None), ("AR SFT, as many further steps", None, ["--stages", "sft"])]
     for B in blocks:
         rows.append((f"MARS B={B} without SFT loss", B, ["--stages", "mars", "--block-size", str(B), "--ar-weight", "0"]))
         rows.append((f"MARS B={B}", B, ["--stages", "mars", "--block-size", str(B)]))
@@ -97,6 +97,11 @@ def markdown(result: dict) -> str:
 def run(args, seeds: list[int], blocks: list[int]) -> dict:
     problems = arithmetic("test", args.problems)
     listed = variants(blocks)
+    settings = {k: getattr(args, k) for k in ("sft_steps", "steps", "batch_size", "lr", "problems")} | {"blocks": blocks}
+    if (before := read_json(args.work / "settings.json")) and before != settings:
+        raise UserError(f"{args.work} holds runs of other settings: {before}, now {settings}; name another --work")
+    args.work.mkdir(parents=True, exist_ok=True)
+    write_json(args.work / "settings.json", settings)
     runs: dict[str, list[dict]] = {name: [] for name, *_ in listed}
     for seed in seeds:
         work = args.work / f"seed{seed}"
@@ -108,8 +113,7 @@ def run(args, seeds: list[int], blocks: list[int]) -> dict:
                 write_json(work / f"{i:02d}.json", found)
             runs[name].append(found)
             print(f"seed {seed}  {name:30}{found['accuracy']:7.1%}   {found['tokens_per_forward']:.2f} tokens per forward", flush=True)
-    settings = {k: getattr(args, k) for k in ("sft_steps", "steps", "batch_size", "lr", "problems")} | {"seeds": seeds}
-    return {"rows": summary(runs, {name: B for name, B, _ in listed}), "runs": runs, "settings": settings}
+    return {"rows": summary(runs, {name: B for name, B, _ in listed}), "runs": runs, "settings": settings | {"seeds": seeds}}
 
 
 def main(argv=None) -> int:

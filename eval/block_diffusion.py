@@ -2,7 +2,8 @@
 
 What differs from MARS: inside a block everyone sees everyone, the clean stream too; only a random share t of each answer is
 masked, and its loss weighs 1/t; a block is filled most confident token first, wherever that is. The right shift is the same: the
-token at position p is predicted at p-1, which for the first token of a block is the last clean one before it.
+token at position p is predicted at p-1, which for the first token of a block is the last clean one before it. An answer is filled
+with its <|im_end|> to whole blocks, and the filling is learned: the decoder always opens a whole block.
 
     python -m eval.block_diffusion --init tiny-sft --steps 1000 --out out/block-diffusion
 """
@@ -21,6 +22,13 @@ from decode import Generation, Rules, candidates, padded
 from eval.run import wilson
 from model import UserError, load_pretrained, save_pretrained
 from train import IGNORE, TINY_STAGES, block_starts, learning_rate, pad_up, start_mask_embedding
+
+
+def fill(row: Row, block_size: int) -> Row:
+    """The row with its last token (<|im_end|>) repeated until its answer is whole blocks."""
+    [(start, end)] = row.spans
+    more = -(end - start) % block_size
+    return Row(row.ids + row.ids[-1:] * more, [(start, end + more)])
 
 
 def clean_starts(positions: torch.Tensor, response_start, block_size: int) -> torch.Tensor:
@@ -93,6 +101,17 @@ def train(model, tokenizer, rows: list[Row], block_size: int, steps: int, batch_
     return losses
 
 
+def open_block(model, ids: torch.Tensor, begins, ends, block_size: int) -> torch.Tensor:
+    """Hidden states (N, B, D) that predict the B tokens of each row's last block. ids (N, T): rows that end at ends + B, their block
+    in part [MASK]. begins, ends (N, 1): where the answer begins, and where its last block does."""
+    p = torch.arange(ids.shape[1]).expand_as(ids)
+    start = clean_starts(p, begins, block_size)
+    mask = see_block(p[:, :, None], start[:, :, None], p[:, None, :], start[:, None, :]) & (p < ends + block_size)[:, None, :]
+    mask |= torch.eye(ids.shape[1], dtype=torch.bool)
+    places = ends - 1 + torch.arange(block_size)                                            # the right shift
+    return model(ids, p, mask)[torch.arange(len(ids))[:, None], places]
+
+
 @torch.inference_mode()
 def generate(model, tokenizer, prompts: list, block_size: int, max_new_tokens: int = 128) -> list[Generation]:
     """Greedy answers, a block at a time, one token per forward: the most confident of the block's open places. Without a cache."""
@@ -103,16 +122,11 @@ def generate(model, tokenizer, prompts: list, block_size: int, max_new_tokens: i
     while alive:
         filled = [sequences[i] + [tokenizer.mask_id] * block_size for i in alive]
         ids = padded(filled, 0)
-        end = torch.tensor([len(sequences[i]) for i in alive])[:, None]                     # where the block begins
-        p = torch.arange(ids.shape[1]).expand_as(ids)
-        start = clean_starts(p, torch.tensor([begins[i] for i in alive])[:, None], block_size)
-        mask = see_block(p[:, :, None], start[:, :, None], p[:, None, :], start[:, None, :]) & (p < end + block_size)[:, None, :]
-        mask |= torch.eye(ids.shape[1], dtype=torch.bool)
+        begin, end = (torch.tensor(v)[:, None] for v in ([begins[i] for i in alive], [len(sequences[i]) for i in alive]))
         places, row = end + torch.arange(block_size), torch.arange(len(alive))
         is_open = torch.ones(len(alive), block_size, dtype=torch.bool)
         for _ in range(block_size):
-            hidden = model(ids, p, mask)
-            chosen, confidence = candidates(model.logits(hidden[row[:, None], places - 1]), rules)
+            chosen, confidence = candidates(model.logits(open_block(model, ids, begin, end, block_size)), rules)
             best = confidence.masked_fill(~is_open, -1).argmax(1)
             ids[row, places[row, best]], is_open[row, best] = chosen[row, best], False
         for k, i in enumerate(list(alive)):
@@ -143,9 +157,9 @@ def run(init, out: Path, block_size: int, steps: int, batch_size: int, lr: float
     """Train from a folder on generated problems and save the model; returns its folder."""
     tokenizer, model = ChatTokenizer.from_pretrained(init), load_pretrained(init, torch.float32)
     rows, _ = encode_rows([p.messages() for p in arithmetic("train", steps * batch_size, seed)], tokenizer, 512)
-    train(model, tokenizer, rows, block_size, steps, batch_size, lr, seed, quiet)
+    train(model, tokenizer, [fill(r, block_size) for r in rows], block_size, steps, batch_size, lr, seed, quiet)
     record = {"stage": "block diffusion", "block_size": block_size, "mask_token_id": tokenizer.mask_id, "mask_token": tokenizer.mask_token}
-    return save_pretrained(out, model, tokenizer, record, torch.float32)
+    return save_pretrained(out, model, tokenizer, record)
 
 
 def main(argv=None) -> int:

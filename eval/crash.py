@@ -10,6 +10,7 @@ import argparse
 import json
 import random
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -75,7 +76,9 @@ def crash(folder: Path, kills: int, steps: int, seed: int, more=()) -> dict:
             process.wait(after)
         except subprocess.TimeoutExpired:
             process.kill()
-        process.communicate()
+        _, error = process.communicate()
+        if process.returncode not in (0, -signal.SIGKILL):
+            raise UserError(f"the run ended by itself with {process.returncode}: {error.strip().splitlines()[-1:]}")
         if process.returncode == 0:  # it was done before its kill: begin a new run
             finished.append(same(killed, straight))
             print(f"a run of some kills is finished; equal to the undisturbed one: {finished[-1]}", flush=True)

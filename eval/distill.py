@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from data import ChatTokenizer, read_chats
+from data import ChatTokenizer, first_question, gsm8k_train, read_chats
 from eval.load import Server
 from eval.results import provenance
 from model import UserError, load_pretrained, pack, pick_device, pick_dtype, read_json, write_json
@@ -40,9 +40,9 @@ def answers(server: Server, prompts: list):
             yield serving.pop(i), batch.generations[i]
 
 
-def in_order(pairs, first: int = 0):
-    """Pairs (index, value), of which every index from `first` on comes once, by rising index: each as early as that allows."""
-    held = {}
+def in_order(pairs):
+    """Pairs (index, value), of which every index from 0 on comes once, by rising index: each as early as that allows."""
+    held, first = {}, 0
     for index, value in pairs:
         held[index] = value
         while first in held:
@@ -66,10 +66,10 @@ def resume(out: Path, about: Path, settings: dict) -> int:
 def run(args) -> dict:
     device = pick_device(args.device)
     dtype, reason = pick_dtype(device, args.dtype)
-    chats = read_chats(args.prompts, need_answer=False)[: args.limit]
-    prompts = [chat[:-1] if chat[-1]["role"] == "assistant" else chat for chat in chats]
+    file = gsm8k_train() if args.prompts == "gsm8k" else args.prompts
+    prompts = [first_question(chat) for chat in read_chats(file, need_answer=False)[: args.limit]]
     about = args.out.with_suffix(".about.json")
-    origin = provenance(device, dtype, args.prompts)
+    origin = provenance(device, dtype, str(file))
     settings = {k: getattr(args, k) for k in ("model", "max_new_tokens", "limit", "drop_cut")}
     settings |= {"prompts_sha256": origin["data_sha256"], "dtype": origin["dtype"]}
     args.out.parent.mkdir(parents=True, exist_ok=True)
@@ -77,18 +77,23 @@ def run(args) -> dict:
     counts = read_json(about).get("counts", {}) if first else {}
     write_json(about, {"settings": settings, "counts": counts, **origin})
     tokenizer, model = ChatTokenizer.from_pretrained(args.model), pack(load_pretrained(args.model, dtype, device))
-    longest = max(len(tokenizer.encode_prompt(p)) for p in prompts)
-    room = model.config.max_position_embeddings - longest
-    if room < 1:
-        raise UserError(f"{args.prompts}: a prompt has {longest} tokens, the model {model.config.max_position_embeddings} positions")
+    lengths = [len(tokenizer.encode_prompt(p)) if p else 0 for p in prompts]
+    fits = [0 < n <= model.config.max_position_embeddings - args.max_new_tokens for n in lengths]
+    if not any(fits):
+        raise UserError(f"{args.prompts}: no prompt leaves room for {args.max_new_tokens} of the model's "
+                        f"{model.config.max_position_embeddings} positions")
     print(f"{args.model} on {device}, {settings['dtype']} ({reason}); {len(prompts) - first} of {len(prompts)} prompts to answer"
           f"{f', from number {first + 1} on' if first else ''}", flush=True)
-    server = Server(model, tokenizer, args.batch_size, longest, 1, min(args.max_new_tokens, room))
+    if not all(fits):
+        print(f"{len(prompts) - sum(fits)} prompts are left out: empty, or too long for {args.max_new_tokens} more tokens")
+    server = Server(model, tokenizer, args.batch_size, max(n for n, ok in zip(lengths, fits) if ok), 1, args.max_new_tokens)
     n_tokens, began = 0, time.perf_counter()
     with args.out.open("a", encoding="utf-8") as file, tqdm(total=len(prompts), initial=first, unit="answer", disable=args.quiet,
                                                             dynamic_ncols=True) as bar:
-        pairs = ((first + i, g) for i, g in answers(server, prompts[first:]))
-        for index, g in in_order(pairs, first):
+        todo = [i for i in range(first, len(prompts)) if fits[i]]
+        pairs = answers(server, [prompts[i] for i in todo])
+        for k, g in in_order(pairs):
+            index = todo[k]
             n_tokens += len(g.ids)
             cut = g.stop_reason != "eos"
             if not (cut and (args.drop_cut or not g.text)):
@@ -99,6 +104,9 @@ def run(args) -> dict:
             bar.set_postfix({"tokens/s": f"{n_tokens / (time.perf_counter() - began):.0f}"})
     rows = [json.loads(line)["messages"] for line in args.out.read_bytes().split(b"\n") if line]
     seconds = time.perf_counter() - began
+    if not n_tokens:
+        print(f"{args.out} is finished: {len(rows)} answers")
+        return counts
     result = {"prompts": len(prompts), "answers": len(rows), "cut": sum("cut" in row[-1] for row in rows), "first": first,
               "seconds": seconds, "tokens_per_second": n_tokens / seconds}
     write_json(about, {"settings": settings, "counts": result, **origin})
@@ -112,7 +120,8 @@ def main(argv=None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     add = parser.add_argument_group("what").add_argument
     add("--model", required=True, metavar="NAME|DIR")
-    add("--prompts", required=True, metavar="FILE", help="JSONL of chats, question/answer rows, ...; answers in it are not read")
+    add("--prompts", required=True, metavar="gsm8k|FILE", help="JSONL of chats, question/answer rows, ...; "
+        "what comes before the first answer is asked")
     add("--out", required=True, type=Path, metavar="CHATS", help="JSONL of chats")
     add("--limit", type=int, default=None, metavar="N", help="the first N prompts")
     add = parser.add_argument_group("how").add_argument

@@ -47,10 +47,11 @@ class Server:
         """Row i answers prompt from now on. The prompt is read by a forward of its row alone, so that no other row is padded to it."""
         if self.batch.limit[i]:
             raise ValueError(f"row {i} is not free")
-        ids = self.batch.tokenizer.encode_prompt(prompt)
-        if len(ids) > self.max_prompt:
-            raise UserError(f"a prompt of {len(ids)} tokens; this server was made for {self.max_prompt}")
         self.batch.start(i, prompt, seed)
+        ids = self.batch.prompts[i]
+        if len(ids) > self.max_prompt:
+            self.batch.limit[i] = 0
+            raise UserError(f"a prompt of {len(ids)} tokens; this server was made for {self.max_prompt}")
         self._forward(slice(i, i + 1), self.cache.row(i), torch.tensor([ids]), torch.tensor([len(ids)]), tau)
 
     def step(self, tau: float) -> None:

@@ -58,6 +58,9 @@ def plot(steps: list[dict], looks: list[dict], file: Path) -> None:
         seen = [r for r in looks if r[name] is not None and (name == "L_AR" or r["stage"] == "mars")]
         losses.plot([r["at"] for r in seen], [r[name] for r in seen], "o", color=colour, ms=4, label=f"{name}, held out")
     losses.set(title="loss, nats per token", xlabel="step", yscale="log")
+    losses.yaxis.set_major_formatter("{x:g}")
+    losses.yaxis.set_minor_formatter("{x:g}")
+    losses.tick_params(axis="y", which="minor", labelsize=7)
     trained = [r for r in looks if r["stage"] == "mars"]
     if trained:
         B = len(trained[-1]["L_mask_by_mask"])

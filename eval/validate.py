@@ -15,17 +15,17 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from data import ChatTokenizer, Row, encode_rows, load_chats, micro_batches
+from data import ChatTokenizer, Row, arithmetic, encode_rows, first_question, load_chats, micro_batches
 from decode import Rules, candidates, generate
 from eval.results import provenance, write_results
 from model import UserError, load_pretrained, pick_device, pick_dtype
-from train import IGNORE, build_streams, mars_mask, pad_up
+from train import IGNORE, build_streams, flex_mask, mars_mask, pad_up
 
 BINS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99, 1.0)  # edges of confidence
 
 
 @torch.no_grad()
-def validate(model, tokenizer, rows: list[Row], block_size: int, micro_tokens: int = 2048, quiet: bool = True) -> dict:
+def validate(model, tokenizer, rows: list[Row], block_size: int, micro_tokens: int = 2048, flex: bool = False, quiet: bool = True) -> dict:
     """Losses in nats per token, agreement and calibration over rows; blocks begin at each answer's start.
 
     L_mask and agreement are lists over the masks 1..B of a block, and their means over all masks are beside them.
@@ -37,7 +37,7 @@ def validate(model, tokenizer, rows: list[Row], block_size: int, micro_tokens: i
     chunk = max(1, 2**24 // model.config.vocab_size)
     for group in tqdm(micro_batches(sizes, micro_tokens), unit="batch", disable=quiet, leave=False, dynamic_ncols=True):
         batch = build_streams([rows[i] for i in group], block_size, tokenizer.mask_id).to(rules.never.device)
-        hidden = model(batch.input_ids, batch.positions, mars_mask(batch.positions, batch.starts, batch.noisy))
+        hidden = model(batch.input_ids, batch.positions, (flex_mask if flex else mars_mask)(batch.positions, batch.starts, batch.noisy))
         supervised = batch.labels != IGNORE
         i, t = (supervised & ~batch.noisy).nonzero(as_tuple=True)
         for h, y in zip(hidden[i, t].split(chunk), batch.labels[i, t].split(chunk)):
@@ -68,9 +68,13 @@ def validate(model, tokenizer, rows: list[Row], block_size: int, micro_tokens: i
     }  # fmt: skip
 
 
-def sample_rate(model, tokenizer, chats, tau: float, block_size: int, max_new_tokens: int = 64) -> float:
-    """Tokens per forward when the chats' questions are answered at tau, in one batch."""
-    done = generate(model, tokenizer, [chat[:-1] for chat in chats], tau, block_size, max_new_tokens)
+def sample_rate(model, tokenizer, chats, tau: float, block_size: int, max_len: int, n: int = 4, max_new_tokens: int = 64) -> float | None:
+    """Tokens per forward when the first n questions of fewer than max_len tokens are answered at tau, in one batch; None without any."""
+    prompts = [first_question(chat) for chat in chats]
+    prompts = [p for p in prompts if p and len(tokenizer.encode_prompt(p)) < max_len][:n]
+    done = generate(model, tokenizer, prompts, tau, block_size, max_new_tokens)
+    if not done:
+        return None
     return sum(len(g.ids) for g in done) / sum(g.n_forward for g in done)
 
 
@@ -91,8 +95,8 @@ def main(argv=None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     add = parser.add_argument_group("what").add_argument
     add("--model", required=True, metavar="NAME|DIR")
-    add("--data", required=True, metavar="NAME|FILE", help="as train.py --data")
-    add("--limit", type=int, default=200, metavar="N", help="the first N chats")
+    add("--data", required=True, metavar="NAME|FILE", help="as train.py --data; arithmetic: unseen problems")
+    add("--limit", type=int, default=200, metavar="N", help="the last N chats of a file: those that train.py --val N holds out")
     add = parser.add_argument_group("how").add_argument
     add("--block-size", type=int, default=None, metavar="B", help="default: as trained, else 4")
     add("--max-len", type=int, default=512, metavar="TOKENS", help="longer chats lose their tail")
@@ -110,7 +114,9 @@ def main(argv=None) -> int:
         device = pick_device(args.device)
         dtype, reason = pick_dtype(device, args.dtype)
         tokenizer, model = ChatTokenizer.from_pretrained(args.model), load_pretrained(args.model, dtype, device)
-        rows, cut = encode_rows(load_chats(args.data)[: args.limit], tokenizer, args.max_len)
+        unseen = args.data == "arithmetic"
+        chats = [p.messages() for p in arithmetic("test", args.limit)] if unseen else load_chats(args.data)[-args.limit :]
+        rows, cut = encode_rows(chats, tokenizer, args.max_len)
         if not rows:
             raise UserError(f"{args.data}: no chat is left to look at: {dict(cut)}")
         block_size = args.block_size or tokenizer.mars.get("block_size", 4)

@@ -16,11 +16,28 @@ from model import load_pretrained, save_pretrained
 RUN = "--data arithmetic --data-size 21 --batch-size 5 --lr 2e-3 --device cpu --dtype float32 --quiet --problems 0 --val 3 --json".split()
 
 
-def torchrun(n, *argv, code=0):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={n}", str(ROOT / "train.py"), *map(str, argv)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env={**os.environ, "OMP_NUM_THREADS": "1"})
-    assert (done.returncode == 0) == (code == 0), done.stderr[-3000:]
-    return done
+SCRIPT = """
+import sys
+import model
+model.LOGITS_AT_ONCE = 60 * model.load_pretrained(sys.argv[2]).config.vocab_size  # several chunks, of another number on each rank
+import train
+sys.exit(train.main())
+"""
+
+
+@pytest.fixture(scope="module")
+def torchrun(tmp_path_factory):
+    script = tmp_path_factory.mktemp("script") / "run.py"
+    script.write_text(SCRIPT)
+
+    def run(n, *argv, code=0):
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={n}", str(script), *map(str, argv)]
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=env)
+        assert (done.returncode == 0) == (code == 0), done.stderr[-3000:]
+        return done
+
+    return run
 
 
 def records(out):
@@ -29,7 +46,7 @@ def records(out):
 
 @pytest.fixture(scope="module")
 def start(tmp_path_factory, tokenizer):
-    return save_pretrained(tmp_path_factory.mktemp("start") / "model", tiny_model(), tokenizer, dtype=torch.float32)
+    return save_pretrained(tmp_path_factory.mktemp("start") / "model", tiny_model(), tokenizer)  # in bfloat16, as real ones are
 
 
 @pytest.fixture(scope="module")
@@ -41,9 +58,10 @@ def alone(start, tmp_path_factory):
 
 
 @pytest.mark.parametrize("how", [[], ["--shard"]], ids=["ddp", "fsdp2"])
-def test_two_ranks_make_the_model_of_one(how, start, alone, tmp_path):
+def test_two_ranks_make_the_model_of_one(how, start, alone, tmp_path, torchrun):
     """Faults: a mean over ranks instead of over tokens; a rank without a group of its own that hangs or counts twice; block
-    offsets that depend on the rank; [MASK] started on one rank only; a shard saved as if it were the model."""
+    offsets that depend on the rank; [MASK] started on one rank only; a shard saved as if it were the model; gathering once for every
+    chunk of logits, of which the ranks have unequally many."""
     torchrun(2, "--init", start, "--stages", "sft,mars", "--micro-tokens", "400", *RUN, *how, "--out", tmp_path / "run")
     for ours, theirs in zip(records(tmp_path / "run"), records(alone), strict=True):
         assert (ours["stage"], ours["step"]) == (theirs["stage"], theirs["step"])
@@ -53,18 +71,18 @@ def test_two_ranks_make_the_model_of_one(how, start, alone, tmp_path):
             assert ours["val"]["L_mask_by_mask"] == pytest.approx(theirs["val"]["L_mask_by_mask"], rel=1e-3)
     for stage in ("sft", "mars"):
         a, b = (load_pretrained(out / stage, torch.float32).state_dict() for out in (tmp_path / "run", alone))
-        assert max((a[k] - b[k]).abs().max().item() for k in a) < 2e-4, stage
+        assert all(torch.allclose(a[k], b[k], rtol=0.01, atol=2e-4) for k in a), stage  # saved in bfloat16: one step of it
 
 
 @pytest.mark.parametrize("how", [[], ["--shard"]], ids=["ddp", "fsdp2"])
-def test_a_step_of_two_ranks_has_the_gradients_of_one(how, start, tokenizer, tmp_path):
+def test_a_step_of_two_ranks_has_the_gradients_of_one(how, start, tokenizer, tmp_path, torchrun):
     """Fault: normalisation by a rank's own tokens. One step of plain SGD by hand would hide nothing: lr times the gradient is what moves."""
     rows, _ = encode_rows([p.messages() for p in arithmetic("train", 5)], tokenizer, 256)
     one = "--stages mars --steps 1 --data-size 5 --batch-size 5 --warmup 0 --clip 1e9 --anchor start --save-every 0".split()
     torchrun(2, "--init", start, *RUN, *one, "--micro-tokens", "300", *how, "--out", tmp_path / "run")
     args = train.parse(["--init", str(start), *RUN, *one, "--out", str(tmp_path / "one")])
     args.device, args.dtype, args.micro_tokens = torch.device("cpu"), torch.float32, 10**6
-    model = load_pretrained(start)
+    model = load_pretrained(start, torch.float32)
     train.start_mask_embedding(model, tokenizer)
     record = train.optimizer_step(model, torch.optim.SGD(model.parameters(), lr=0.0), rows, 4, tokenizer.mask_id, args)
     [theirs] = [r for r in records(tmp_path / "run") if "L_AR" in r]
@@ -72,7 +90,7 @@ def test_a_step_of_two_ranks_has_the_gradients_of_one(how, start, tokenizer, tmp
 
 
 @pytest.mark.parametrize("how", [[], ["--shard"]], ids=["ddp", "fsdp2"])
-def test_a_run_may_go_on_with_another_number_of_ranks(how, start, alone, tmp_path, monkeypatch):
+def test_a_run_may_go_on_with_another_number_of_ranks(how, start, alone, tmp_path, monkeypatch, torchrun):
     """Fault: a checkpoint of two ranks that one cannot read, or the other way round; AdamW's moments lost on the way."""
     argv = ["--init", str(start), "--stages", "sft,mars", "--micro-tokens", "400", *RUN, "--save-every", "2", "--out", str(tmp_path)]
     real, calls = train.optimizer_step, []
@@ -89,6 +107,15 @@ def test_a_run_may_go_on_with_another_number_of_ranks(how, start, alone, tmp_pat
     torchrun(2, *argv, "--resume", *how)
     for ours, theirs in zip(records(tmp_path), records(alone), strict=True):
         assert "L_AR" not in ours or ours["L_AR"] == pytest.approx(theirs["L_AR"], rel=1e-4)
+
+
+def test_a_checkpoint_that_rank_0_cannot_write_ends_all_ranks(start, tmp_path, torchrun):
+    """Fault: the other rank waits for ever, or its traceback hides the reason."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "mars-step-000002.part.tmp").write_text("a file where a folder should be")
+    argv = ["--init", start, "--stages", "mars", *RUN, "--save-every", "2", "--overwrite", "--out", tmp_path / "run"]
+    done = torchrun(2, *argv, code=2)
+    assert "error: cannot write" in done.stderr and "rank 0 cannot write" in done.stderr and "train.py\", line" not in done.stderr
 
 
 def test_shard_needs_ranks(start, tmp_path, capsys):

@@ -296,6 +296,10 @@ def test_resume_auto_begins_continues_and_ends(straight, tmp_path, monkeypatch, 
     assert run(tmp_path, "--resume", "auto") == 0 and losses(tmp_path) == losses(straight)
     monkeypatch.setattr(train, "optimizer_step", None)
     assert run(tmp_path, "--resume", "auto") == 0 and "mars is finished" in capsys.readouterr().out
+    assert run(tmp_path, "--resume", "auto", "--lr", "0.5") == 2 and "other settings: lr was" in capsys.readouterr().err
+    (tmp_path / "mars-step-000002").mkdir()  # killed while it cleaned up
+    (tmp_path / "mars-step-000002" / "trainer_state.pt").write_bytes(b"half")
+    assert run(tmp_path, "--resume", "auto") == 0
 
 
 @pytest.mark.parametrize("broken", ["torch.save", "safetensors", "folder"])
