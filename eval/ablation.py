@@ -18,7 +18,7 @@ import torch
 import train
 from data import ChatTokenizer, arithmetic
 from eval import block_diffusion
-from eval.results import provenance, write_results
+from eval.results import command, provenance, write_results
 from eval.run import evaluate
 from model import UserError, load_pretrained, read_json, write_json
 
@@ -116,6 +116,7 @@ def run(args, seeds: list[int], blocks: list[int]) -> dict:
     return {"rows": summary(runs, {name: B for name, B, _ in listed}), "runs": runs, "settings": settings | {"seeds": seeds}}
 
 
+@command
 def main(argv=None) -> int:
     mars = train.TINY_STAGES["mars"]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
@@ -145,11 +146,7 @@ def main(argv=None) -> int:
             parser.error(f"--{option} {getattr(args, option)}: must be whole numbers of at least {least} with commas between")
     if min(args.problems, args.sft_steps, args.steps, args.batch_size) < 1:
         parser.error("--problems, --sft-steps, --steps and --batch-size must be at least 1")
-    try:
-        result = run(args, lists["seeds"], lists["blocks"])
-    except UserError as e:
-        print(f"error: {e}", file=sys.stderr)
-        return 2
+    result = run(args, lists["seeds"], lists["blocks"])
     print("\n" + markdown(result))
     if args.out:
         write_results(args.out, result | provenance("cpu", torch.float32))

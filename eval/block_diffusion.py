@@ -19,8 +19,9 @@ from tqdm import tqdm
 
 from data import ChatTokenizer, Row, arithmetic, encode_rows, epoch_steps, final_number
 from decode import Generation, Rules, candidates, padded
+from eval.results import command
 from eval.run import wilson
-from model import UserError, load_pretrained, save_pretrained
+from model import load_pretrained, save_pretrained
 from train import IGNORE, TINY_STAGES, block_starts, learning_rate, pad_up, start_mask_embedding
 
 
@@ -162,6 +163,7 @@ def run(init, out: Path, block_size: int, steps: int, batch_size: int, lr: float
     return save_pretrained(out, model, tokenizer, record)
 
 
+@command
 def main(argv=None) -> int:
     defaults = TINY_STAGES["mars"]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
@@ -178,13 +180,9 @@ def main(argv=None) -> int:
     args = parser.parse_args(argv)
     if min(args.block_size, args.steps, args.batch_size, args.problems) < 1:
         parser.error("--block-size, --steps, --batch-size and --problems must be at least 1")
-    try:
-        folder = run(args.init, args.out, args.block_size, args.steps, args.batch_size, args.lr, args.seed, args.quiet)
-        tokenizer, model = ChatTokenizer.from_pretrained(folder), load_pretrained(folder, torch.float32)
-        result = evaluate(model, tokenizer, arithmetic("test", args.problems), args.block_size)
-    except UserError as e:
-        print(f"error: {e}", file=sys.stderr)
-        return 2
+    folder = run(args.init, args.out, args.block_size, args.steps, args.batch_size, args.lr, args.seed, args.quiet)
+    tokenizer, model = ChatTokenizer.from_pretrained(folder), load_pretrained(folder, torch.float32)
+    result = evaluate(model, tokenizer, arithmetic("test", args.problems), args.block_size)
     print(f"{folder}: {result['accuracy']:.1%} of {result['n']} right ({result['low']:.1%} .. {result['high']:.1%}), "
           f"{result['tokens_per_forward']:.2f} tokens per forward")
     if args.json:

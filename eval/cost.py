@@ -17,7 +17,7 @@ import torch
 
 import train
 from data import ChatTokenizer, encode_rows, epoch_steps, load_chats
-from eval.results import provenance, write_results
+from eval.results import command, provenance, write_results
 from eval.speed import start_peak, synchronize
 from model import UserError, load_pretrained, pick_device, pick_dtype
 
@@ -64,6 +64,7 @@ def measure(model, tokenizer, steps: list[list], args) -> dict:
             "padding": {stage: statistics.fmean(of) for stage, of in padding.items()}, "rounds": rounds}  # fmt: skip
 
 
+@command
 def main(argv=None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     parser.add_argument("--model", required=True, metavar="NAME|DIR")
@@ -81,21 +82,17 @@ def main(argv=None) -> int:
     args = parser.parse_args(argv)
     if min(args.block_size, args.batch_size, args.rounds, args.micro_tokens) < 1:
         parser.error("--block-size, --batch-size, --rounds and --micro-tokens must be at least 1")
-    try:
-        args.device = pick_device(args.device)
-        args.dtype, reason = pick_dtype(args.device, args.dtype)
-        tokenizer, model = ChatTokenizer.from_pretrained(args.model), load_pretrained(args.model).float().to(args.device)
-        rows, _ = encode_rows(load_chats(args.data), tokenizer, args.max_len)
-        steps = epoch_steps([len(r.ids) for r in rows], args.batch_size, args.seed, 0)[: 1 + args.rounds]
-        if len(steps) < 2:
-            raise UserError(f"{args.data}: {len(rows)} chats are too few for two steps of {args.batch_size}")
-        dtype = str(args.dtype).removeprefix("torch.")
-        print(f"{args.model} on {args.device}, {dtype} ({reason}); {len(steps) - 1} rounds of {args.batch_size} chats")
-        as_training = dict(rank=0, n_ranks=1, shard=False, attn="dense", anchor="random", ar_weight=1.0, clip=1.0, memory_rounds=1)
-        result = measure(model, tokenizer, [[rows[i] for i in step] for step in steps], argparse.Namespace(**vars(args) | as_training))
-    except UserError as e:
-        print(f"error: {e}", file=sys.stderr)
-        return 2
+    args.device = pick_device(args.device)
+    args.dtype, reason = pick_dtype(args.device, args.dtype)
+    tokenizer, model = ChatTokenizer.from_pretrained(args.model), load_pretrained(args.model).float().to(args.device)
+    rows, _ = encode_rows(load_chats(args.data), tokenizer, args.max_len)
+    steps = epoch_steps([len(r.ids) for r in rows], args.batch_size, args.seed, 0)[: 1 + args.rounds]
+    if len(steps) < 2:
+        raise UserError(f"{args.data}: {len(rows)} chats are too few for two steps of {args.batch_size}")
+    dtype = str(args.dtype).removeprefix("torch.")
+    print(f"{args.model} on {args.device}, {dtype} ({reason}); {len(steps) - 1} rounds of {args.batch_size} chats")
+    as_training = dict(rank=0, n_ranks=1, shard=False, attn="dense", anchor="random", ar_weight=1.0, clip=1.0, memory_rounds=1)
+    result = measure(model, tokenizer, [[rows[i] for i in step] for step in steps], argparse.Namespace(**vars(args) | as_training))
     print(f"a MARS step takes {result['time_ratio']:.2f}x the time of an SFT step ({result['lowest']:.2f}..{result['highest']:.2f}; "
           f"multiplications {result['flop_ratio']:.2f}x)")
     if result["memory_ratio"]:

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from eval.results import ROOT, provenance, write_results
+from eval.results import ROOT, command, provenance, write_results
 from model import UserError, load_pretrained
 from train import checkpoints, parse
 
@@ -93,6 +93,7 @@ def crash(folder: Path, kills: int, steps: int, seed: int, more=()) -> dict:
             "runs_equal": [*finished, same(killed, straight)], "left_over": sorted(p.name for p in killed.iterdir())}
 
 
+@command
 def main(argv=None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     parser.add_argument("--kills", type=int, default=10, metavar="N")
@@ -103,12 +104,8 @@ def main(argv=None) -> int:
     args = parser.parse_args(argv)
     if args.kills < 0 or args.steps < 1:
         parser.error("--kills must be at least 0, --steps at least 1")
-    try:
-        with tempfile.TemporaryDirectory() as folder:
-            result = crash(Path(folder), args.kills, args.steps, args.seed)
-    except UserError as e:
-        print(f"error: {e}", file=sys.stderr)
-        return 2
+    with tempfile.TemporaryDirectory() as folder:
+        result = crash(Path(folder), args.kills, args.steps, args.seed)
     good = all(result["runs_equal"])
     print(f"after {args.kills} kills, {result['half_written']} of them while a checkpoint was being written: losses of {result['n_steps']} "
           f"steps and final weights {'equal' if good else 'DIFFER'}")

@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 from data import ChatTokenizer, first_question, gsm8k_train, read_chats
 from eval.load import Server
-from eval.results import provenance
+from eval.results import command, provenance
 from model import UserError, load_pretrained, pack, pick_device, pick_dtype, read_json, write_json
 
 
@@ -116,6 +116,7 @@ def run(args) -> dict:
     return result
 
 
+@command
 def main(argv=None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     add = parser.add_argument_group("what").add_argument
@@ -139,9 +140,6 @@ def main(argv=None) -> int:
             parser.error(f"--{option.replace('_', '-')} {value}: must be at least 1")
     try:
         result = run(args)
-    except UserError as e:
-        print(f"error: {e}", file=sys.stderr)
-        return 2
     except KeyboardInterrupt:
         print(f"\nstopped; the same command goes on behind the last row of {args.out}", file=sys.stderr)
         return 130

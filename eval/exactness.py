@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from data import ChatTokenizer, read_chats
 from decode import Rules, candidates, generate
-from eval.results import provenance, write_results
+from eval.results import command, provenance, write_results
 from model import UserError, load_pretrained
 
 TIE = 1e-4  # probability
@@ -129,6 +129,7 @@ def check(args) -> dict:
     return result
 
 
+@command
 def main(argv=None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     parser.add_argument("--model", required=True, metavar="DIR")
@@ -141,11 +142,7 @@ def main(argv=None) -> int:
     parser.add_argument("--out", type=Path, default=None, metavar="FILE")
     parser.add_argument("--json", action="store_true", help="one JSON object as the last line")
     args = parser.parse_args(argv)
-    try:
-        result = check(args)
-    except UserError as e:
-        print(f"error: {e}", file=sys.stderr)
-        return 2
+    result = check(args)
     if args.out:
         settings = {k: getattr(args, k) for k in ("model", "prompts", "limit", "tokens", "cache_tokens", "block_size")}
         write_results(args.out, result | {"settings": settings, **provenance("cpu", torch.float32, args.prompts)})

@@ -22,7 +22,7 @@ import torch
 
 from data import ChatTokenizer, arithmetic, final_number
 from decode import Batch, Generation, Rules, cursor_step
-from eval.results import provenance, write_results
+from eval.results import command, provenance, write_results
 from eval.run import wilson
 from kvcache import KVCache
 from model import UserError, load_pretrained, pick_device, pick_dtype
@@ -264,6 +264,7 @@ def run(args) -> dict:
     return result
 
 
+@command
 def main(argv=None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     add = parser.add_argument_group("what").add_argument
@@ -302,11 +303,7 @@ def main(argv=None) -> int:
     for option in ("tau_low", "tau_fixed"):
         if not 0 <= getattr(args, option) <= 1:
             parser.error(f"--{option.replace('_', '-')} {getattr(args, option)}: must be within 0..1")
-    try:
-        result = run(args)
-    except UserError as e:
-        print(f"error: {e}", file=sys.stderr)
-        return 2
+    result = run(args)
     if args.json:
         print(json.dumps(result))
     return 0

@@ -12,6 +12,7 @@ import torch
 
 from data import ChatTokenizer
 from decode import SAMPLE, StreamDecoder, generate
+from eval.results import command
 from model import UserError, load_pretrained, read_json
 from train import block_starts, mars_mask
 
@@ -102,6 +103,7 @@ def draw_curve(plt, path: Path, result: dict) -> None:
     plt.close(fig)
 
 
+@command
 def main(argv=None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     parser.add_argument("--model", required=True, metavar="DIR")
@@ -111,32 +113,28 @@ def main(argv=None) -> int:
     parser.add_argument("--out", type=Path, default=Path("pictures"), metavar="DIR")
     args = parser.parse_args(argv)
     try:
-        try:
-            import matplotlib
-        except ImportError:
-            raise UserError("pictures need matplotlib: pip install matplotlib") from None
-        matplotlib.use("Agg")
-        warnings.filterwarnings("ignore", message="Glyph")  # a character the font lacks is drawn as a box
-        import matplotlib.pyplot as plt
+        import matplotlib
+    except ImportError:
+        raise UserError("pictures need matplotlib: pip install matplotlib") from None
+    matplotlib.use("Agg")
+    warnings.filterwarnings("ignore", message="Glyph")  # a character the font lacks is drawn as a box
+    import matplotlib.pyplot as plt
 
-        result = read_json(Path(args.results)) if args.results else None
-        if args.results and "mars" not in result:
-            raise UserError(f"--results {args.results}: not a results file of eval.quick")
-        model, tokenizer = load_pretrained(args.model, torch.float32), ChatTokenizer.from_pretrained(args.model)
-        args.out.mkdir(parents=True, exist_ok=True)
-        rows = []
-        for tau in (1.0, args.tau):
-            [g] = generate(model, tokenizer, [args.prompt], tau)
-            stream, ids = StreamDecoder(tokenizer), iter(g.ids)
-            parts = [(stream.add([next(ids) for _ in range(n)]), n) for n in g.accepted]
-            rows.append((f"tau {tau:g}: {len(g.ids)} tokens in {g.n_forward} forwards", parts))
-        draw_mask(plt, args.out / "mask.png")
-        draw_shaded(plt, args.out / "shaded.png", rows)
-        if result:
-            draw_curve(plt, args.out / "curve.png", result)
-    except UserError as e:
-        print(f"error: {e}", file=sys.stderr)
-        return 2
+    result = read_json(Path(args.results)) if args.results else None
+    if args.results and "mars" not in result:
+        raise UserError(f"--results {args.results}: not a results file of eval.quick")
+    model, tokenizer = load_pretrained(args.model, torch.float32), ChatTokenizer.from_pretrained(args.model)
+    args.out.mkdir(parents=True, exist_ok=True)
+    rows = []
+    for tau in (1.0, args.tau):
+        [g] = generate(model, tokenizer, [args.prompt], tau)
+        stream, ids = StreamDecoder(tokenizer), iter(g.ids)
+        parts = [(stream.add([next(ids) for _ in range(n)]), n) for n in g.accepted]
+        rows.append((f"tau {tau:g}: {len(g.ids)} tokens in {g.n_forward} forwards", parts))
+    draw_mask(plt, args.out / "mask.png")
+    draw_shaded(plt, args.out / "shaded.png", rows)
+    if result:
+        draw_curve(plt, args.out / "curve.png", result)
     print(f"wrote {', '.join(f'{args.out}/{name}.png' for name in ('mask', 'shaded', *(['curve'] if result else [])))}")
     return 0
 

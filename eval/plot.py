@@ -8,6 +8,7 @@ import json
 import sys
 from pathlib import Path
 
+from eval.results import command
 from model import UserError
 
 
@@ -87,18 +88,15 @@ def plot(steps: list[dict], looks: list[dict], file: Path) -> None:
     print(f"wrote {file}")
 
 
+@command
 def main(argv=None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     parser.add_argument("run", type=Path, metavar="DIR|LOG", help="the --out folder of train.py, or its log.jsonl")
     parser.add_argument("--out", type=Path, default=None, metavar="FILE", help="default: curves.png beside the log")
     args = parser.parse_args(argv)
     file = args.run / "log.jsonl" if args.run.is_dir() else args.run
-    try:
-        steps, looks = read_log(file)
-        plot(steps, looks, args.out or file.with_name("curves.png"))
-    except UserError as e:
-        print(f"error: {e}", file=sys.stderr)
-        return 2
+    steps, looks = read_log(file)
+    plot(steps, looks, args.out or file.with_name("curves.png"))
     return 0
 
 

@@ -15,10 +15,10 @@ from pathlib import Path
 from tqdm import tqdm
 
 from data import ChatTokenizer, arithmetic
-from eval.results import provenance, write_results
+from eval.results import command, provenance, write_results
 from eval.run import evaluate, read_taus
 from eval.speed import our_mode, ratios, rounds
-from model import UserError, load_pretrained, pick_device, pick_dtype
+from model import load_pretrained, pick_device, pick_dtype
 
 TAUS = (1.0, 0.95, 0.9, 0.8, 0.5)
 MAX_NEW_TOKENS = 128  # the longest answer has 80
@@ -67,6 +67,7 @@ def table(result: dict) -> str:
     return "\n".join(lines)
 
 
+@command
 def main(argv=None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     parser.add_argument("--sft", required=True, metavar="DIR", help="the model before MARS")
@@ -84,17 +85,13 @@ def main(argv=None) -> int:
     if args.problems < 1 or args.rounds < 1:
         parser.error("--problems and --rounds must be at least 1")
     taus = read_taus(parser, args.tau)
-    try:
-        began = time.perf_counter()
-        device = pick_device(args.device)
-        dtype, reason = pick_dtype(device, args.dtype)
-        tokenizer = ChatTokenizer.from_pretrained(args.mars)
-        sft, mars = (load_pretrained(folder, dtype, device) for folder in (args.sft, args.mars))
-        print(f"{args.sft} and {args.mars} on {device}, {str(dtype).removeprefix('torch.')} ({reason})", flush=True)
-        result = measure(sft, mars, tokenizer, args.problems, args.block_size, taus, args.rounds)
-    except UserError as e:
-        print(f"error: {e}", file=sys.stderr)
-        return 2
+    began = time.perf_counter()
+    device = pick_device(args.device)
+    dtype, reason = pick_dtype(device, args.dtype)
+    tokenizer = ChatTokenizer.from_pretrained(args.mars)
+    sft, mars = (load_pretrained(folder, dtype, device) for folder in (args.sft, args.mars))
+    print(f"{args.sft} and {args.mars} on {device}, {str(dtype).removeprefix('torch.')} ({reason})", flush=True)
+    result = measure(sft, mars, tokenizer, args.problems, args.block_size, taus, args.rounds)
     result["seconds"] = time.perf_counter() - began
     print(table(result))
     if args.out:

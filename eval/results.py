@@ -1,5 +1,6 @@
-"""Where a number comes from: every results file carries the command, the versions and the machine that made it."""
+"""What all measuring commands share: how they end, and where a number comes from (command, versions, machine)."""
 
+import functools
 import hashlib
 import json
 import platform
@@ -9,7 +10,30 @@ from pathlib import Path
 
 import torch
 
+from model import UserError, is_out_of_memory
+
 ROOT = Path(__file__).resolve().parent.parent
+
+
+def command(main):
+    """A command's main, with one line on stderr and an exit code for what a person can put right (2), no memory (2) and Ctrl-C (130)."""
+
+    @functools.wraps(main)
+    def guarded(argv=None) -> int:
+        try:
+            return main(argv)
+        except UserError as e:
+            print(f"error: {e}", file=sys.stderr)
+            return 2
+        except (MemoryError, RuntimeError) as e:
+            if not is_out_of_memory(e):
+                raise
+            print("error: out of memory. Take a smaller batch, fewer new tokens, or fewer tokens at once", file=sys.stderr)
+            return 2
+        except KeyboardInterrupt:
+            return 130
+
+    return guarded
 
 
 def provenance(device=None, dtype=None, data: str | None = None, seed: int | None = None) -> dict:

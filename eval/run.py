@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from data import ChatTokenizer, arithmetic, final_number, read_chats
 from decode import CACHES, MEASURES, generate
-from eval.results import provenance, write_results
+from eval.results import command, provenance, write_results
 from model import UserError, load_pretrained, pick_device, pick_dtype
 
 
@@ -63,6 +63,7 @@ def read_taus(parser, text: str) -> list[float]:
         parser.error(f"--tau {text}: must be numbers with commas between")
 
 
+@command
 def main(argv=None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     add = parser.add_argument_group("what").add_argument
@@ -86,21 +87,17 @@ def main(argv=None) -> int:
     if args.limit < 1 or args.batch_size < 1 or args.hold < 0:
         parser.error("--limit and --batch-size must be at least 1, --hold at least 0")
     taus = read_taus(parser, args.tau)
-    try:
-        device = pick_device(args.device)
-        dtype, reason = pick_dtype(device, args.dtype)
-        chats = [p.messages() for p in arithmetic("test", args.limit)] if args.data == "arithmetic" else read_chats(args.data)[: args.limit]
-        wrong = [i for i, c in enumerate(chats) if c[-1]["role"] != "assistant" or final_number(c[-1]["content"]) is None]
-        if wrong:
-            raise UserError(f"{args.data}: chat {wrong[0] + 1} does not end in an answer with #### and a number")
-        tokenizer = ChatTokenizer.from_pretrained(args.model)
-        model = load_pretrained(args.model, dtype, device)
-        print(f"{args.model} on {device}, {str(dtype).removeprefix('torch.')} ({reason}); {len(chats)} questions of {args.data}")
-        how = (args.block_size, args.batch_size, args.max_new_tokens, args.cache, args.measure)
-        rows = [evaluate(model, tokenizer, chats, tau, *how, hold=args.hold) for tau in taus]
-    except UserError as e:
-        print(f"error: {e}", file=sys.stderr)
-        return 2
+    device = pick_device(args.device)
+    dtype, reason = pick_dtype(device, args.dtype)
+    chats = [p.messages() for p in arithmetic("test", args.limit)] if args.data == "arithmetic" else read_chats(args.data)[: args.limit]
+    wrong = [i for i, c in enumerate(chats) if c[-1]["role"] != "assistant" or final_number(c[-1]["content"]) is None]
+    if wrong:
+        raise UserError(f"{args.data}: chat {wrong[0] + 1} does not end in an answer with #### and a number")
+    tokenizer = ChatTokenizer.from_pretrained(args.model)
+    model = load_pretrained(args.model, dtype, device)
+    print(f"{args.model} on {device}, {str(dtype).removeprefix('torch.')} ({reason}); {len(chats)} questions of {args.data}")
+    how = (args.block_size, args.batch_size, args.max_new_tokens, args.cache, args.measure)
+    rows = [evaluate(model, tokenizer, chats, tau, *how, hold=args.hold) for tau in taus]
     for r in rows:  # tokens per forward alone can be noise said quickly: how many answers are those of the first tau?
         r["identical_to_first_tau"] = sum(a["ids"] == b["ids"] for a, b in zip(rows[0]["samples"], r["samples"])) / len(chats)
     samples = [s | {"tau": r["tau"]} for r in rows for s in r["samples"]]

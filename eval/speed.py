@@ -23,7 +23,7 @@ from tqdm import tqdm
 
 from data import ChatTokenizer, arithmetic, read_chats
 from decode import Rules, candidates, generate
-from eval.results import provenance, write_results
+from eval.results import command, provenance, write_results
 from kvcache import KVCache
 from model import MLP, PackedLinear, RMSNorm, UserError, load_pretrained, pack, pick_device, pick_dtype, resolve
 
@@ -295,6 +295,7 @@ def whole_numbers(parser, option: str, text: str) -> list[int]:
     return values
 
 
+@command
 def main(argv=None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     add = parser.add_argument_group("what").add_argument
@@ -327,11 +328,7 @@ def main(argv=None) -> int:
     for option in ("rounds", "block_size", "window", "max_new_tokens"):
         if (value := getattr(args, option)) is not None and value < 1:
             parser.error(f"--{option.replace('_', '-')} {value}: must be at least 1")
-    try:
-        result = run(args, batches, names)
-    except UserError as e:
-        print(f"error: {e}", file=sys.stderr)
-        return 2
+    result = run(args, batches, names)
     if args.json:
         print(json.dumps(result))
     return 0

@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from data import ChatTokenizer, Row, arithmetic, encode_rows, first_question, load_chats, micro_batches
 from decode import Rules, candidates, generate
-from eval.results import provenance, write_results
+from eval.results import command, provenance, write_results
 from model import UserError, load_pretrained, pick_device, pick_dtype
 from train import IGNORE, build_streams, flex_mask, mars_mask, pad_up
 
@@ -91,6 +91,7 @@ def table(result: dict) -> str:
     return "\n".join(lines)
 
 
+@command
 def main(argv=None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     add = parser.add_argument_group("what").add_argument
@@ -110,21 +111,17 @@ def main(argv=None) -> int:
     for option in ("limit", "block_size", "max_len"):
         if (value := getattr(args, option)) is not None and value < 1:
             parser.error(f"--{option.replace('_', '-')} {value}: must be at least 1")
-    try:
-        device = pick_device(args.device)
-        dtype, reason = pick_dtype(device, args.dtype)
-        tokenizer, model = ChatTokenizer.from_pretrained(args.model), load_pretrained(args.model, dtype, device)
-        unseen = args.data == "arithmetic"
-        chats = [p.messages() for p in arithmetic("test", args.limit)] if unseen else load_chats(args.data)[-args.limit :]
-        rows, cut = encode_rows(chats, tokenizer, args.max_len)
-        if not rows:
-            raise UserError(f"{args.data}: no chat is left to look at: {dict(cut)}")
-        block_size = args.block_size or tokenizer.mars.get("block_size", 4)
-        print(f"{args.model} on {device}, {str(dtype).removeprefix('torch.')} ({reason}); B={block_size}")
-        result = validate(model, tokenizer, rows, block_size, quiet=args.quiet)
-    except UserError as e:
-        print(f"error: {e}", file=sys.stderr)
-        return 2
+    device = pick_device(args.device)
+    dtype, reason = pick_dtype(device, args.dtype)
+    tokenizer, model = ChatTokenizer.from_pretrained(args.model), load_pretrained(args.model, dtype, device)
+    unseen = args.data == "arithmetic"
+    chats = [p.messages() for p in arithmetic("test", args.limit)] if unseen else load_chats(args.data)[-args.limit :]
+    rows, cut = encode_rows(chats, tokenizer, args.max_len)
+    if not rows:
+        raise UserError(f"{args.data}: no chat is left to look at: {dict(cut)}")
+    block_size = args.block_size or tokenizer.mars.get("block_size", 4)
+    print(f"{args.model} on {device}, {str(dtype).removeprefix('torch.')} ({reason}); B={block_size}")
+    result = validate(model, tokenizer, rows, block_size, quiet=args.quiet)
     print(table(result))
     if args.out:
         settings = {"model": args.model, "block_size": block_size, "limit": args.limit, "max_len": args.max_len}

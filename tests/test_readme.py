@@ -51,7 +51,7 @@ def test_every_command_runs(model_dir, tmp_path, monkeypatch, capsys):
     chats = "".join(json.dumps({"messages": p.messages()}) + "\n" for p in arithmetic("train", 20))
     for file in ("cache/mars/gsm8k_train.jsonl", "dolci.jsonl"):
         (tmp_path / file).write_text(chats)
-    for name in ("qwen2.5-0.5b", "smollm2-135m"):
+    for name in ("qwen2.5-0.5b", "qwen2.5-coder-0.5b", "smollm2-135m"):
         shutil.copytree(model_dir, tmp_path / name)
     shutil.copytree(ROOT / "checkpoints", tmp_path / "checkpoints")
     shutil.copytree(ROOT / "results", tmp_path / "results")
