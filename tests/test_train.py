@@ -377,6 +377,13 @@ def test_held_out_chats_are_watched_and_never_learned(tmp_path, capsys):
     assert steps(tmp_path / "a") == steps(tmp_path / "b")
 
 
+def test_held_out_chats_are_watched_in_bfloat16_too(tmp_path):
+    """Fault: under autocast the decoder's cache and its queries have different types, and the look ends the run."""
+    assert run(tmp_path, "--dtype", "bfloat16", "--val", "2", stages="mars", steps="1") == 0
+    looks = [r["val"] for r in map(json.loads, (tmp_path / "log.jsonl").read_text().splitlines()[1:]) if "val" in r]
+    assert len(looks) == 2 and all(math.isfinite(v["L_mask"]) and v["tokens_per_forward"] >= 1 for v in looks)
+
+
 def losses_of(out):
     records = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()[1:]]
     return [(r["step"], r["L_mask"], r["L_AR"], r["grad_norm"]) for r in records if "val" not in r]
