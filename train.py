@@ -407,6 +407,7 @@ def checkpoints(args) -> list[Path]:
 
 
 def same_settings(before: dict, args, folder: Path) -> None:
+    """Raises UserError naming every setting that is not what `folder` was made with."""
     changed = [f"{k} was {v!r}, is {args.settings.get(k)!r}" for k, v in before.items() if args.settings.get(k) != v]
     if changed:
         raise UserError(f"--resume: {folder} was made with other settings: {'; '.join(changed)}")

@@ -50,7 +50,7 @@ def measure(model, tokenizer, steps: list[list], args) -> dict:
     padding, peaks = {"sft": [], "mars": []}, {}
     for stage in ("sft", "mars"):
         peak = start_peak(model)
-        for rows in steps[: 1 + args.memory_rounds]:
+        for rows in steps[:2]:
             step(stage, rows)
         peaks[stage] = peak()
     rounds = []
@@ -91,7 +91,7 @@ def main(argv=None) -> int:
         raise UserError(f"{args.data}: {len(rows)} chats are too few for two steps of {args.batch_size}")
     dtype = str(args.dtype).removeprefix("torch.")
     print(f"{args.model} on {args.device}, {dtype} ({reason}); {len(steps) - 1} rounds of {args.batch_size} chats")
-    as_training = dict(rank=0, n_ranks=1, shard=False, attn="dense", anchor="random", ar_weight=1.0, clip=1.0, memory_rounds=1)
+    as_training = dict(rank=0, n_ranks=1, shard=False, attn="dense", anchor="random", ar_weight=1.0, clip=1.0)
     result = measure(model, tokenizer, [[rows[i] for i in step] for step in steps], argparse.Namespace(**vars(args) | as_training))
     print(f"a MARS step takes {result['time_ratio']:.2f}x the time of an SFT step ({result['lowest']:.2f}..{result['highest']:.2f}; "
           f"multiplications {result['flop_ratio']:.2f}x)")

@@ -9,7 +9,7 @@ from conftest import ROOT, tiny_model
 import train
 from data import arithmetic
 from decode import generate
-from eval import exactness, experiments, pictures, quick, run, speed
+from eval import cost, exactness, experiments, pictures, quick, run, speed
 from model import UserError
 
 
@@ -225,3 +225,18 @@ def test_ctrl_c_while_scoring_loses_nothing(tmp_path, monkeypatch, capsys):
     argv = "--init scratch --stages sft --steps 1 --batch-size 2 --quiet --device cpu".split()
     assert train.main([*argv, "--out", str(tmp_path)]) == 130
     assert f"{tmp_path / 'sft'} is finished" in capsys.readouterr().err and (tmp_path / "sft" / "config.json").is_file()
+
+
+def test_cost_of_a_step(model_dir, tmp_path, capsys):
+    """Fault: the two stages swapped or timed on other chats; an arithmetic that leaves out the masks or the head."""
+    file = tmp_path / "chats.jsonl"
+    file.write_text("".join(json.dumps({"messages": p.messages()}) + "\n" for p in arithmetic("train", 9)))
+    argv = ["--model", str(model_dir), "--data", str(file), "--batch-size", "3", "--rounds", "2", "--device", "cpu", "--dtype", "float32"]
+    assert cost.main([*argv, "--out", str(tmp_path / "c.json"), "--json"]) == 0
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert len(result["rounds"]) == 2 and 1 < result["flop_ratio"] < 2 and result["lowest"] <= result["time_ratio"] <= result["highest"]
+    from data import Row
+
+    row, config = Row(list(range(10)), [(4, 10)]), tiny_model().config                 # 10 clean tokens, 6 masks, 6 + 5 targets
+    layers, head = 3 * 64 * (2 * 64 + 2 * 32 + 3 * 96), 64 * 512
+    assert cost.flop_ratio(config, [row], 4) == pytest.approx((16 * layers + 11 * head) / (10 * layers + 6 * head))
