@@ -16,13 +16,10 @@ import json
 import math
 import os
 import platform
-import shutil
 import signal
 import sys
-import threading
 import time
 import zlib
-from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,8 +28,9 @@ from tqdm import tqdm
 
 from data import ChatTokenizer, Row, arithmetic, arithmetic_tokenizer, checksum, encode_rows, epoch_steps, load_chats, micro_batches
 from model import HUB_NAMES, LOGITS_AT_ONCE, ModelConfig, Qwen2, UserError, is_out_of_memory, load_pretrained
-from model import pick_device, pick_dtype, read_json, replace_folder, save_pretrained, write_json
-from parallel import add_up, any_rank, is_split, join, leave, like, load_optimizer_state, optimizer_state, shard, whole, whole_model
+from model import pick_device, pick_dtype, read_json, save_pretrained, write_json
+from parallel import add_up, any_rank, is_split, join, leave, like, load_optimizer_state, shard, whole, whole_model
+from saving import checkpoints, drop, drop_torn, load_resume, mars_record, same_settings, save_checkpoint, stop_signals, writing
 
 IGNORE = -100  # label of a position that predicts nothing
 
@@ -283,6 +281,8 @@ def look(stage: str, step: int, model, tokenizer, held_out, args) -> None:
     log({"stage": stage, "step": step, "val": found}, args)
     show = {"L_AR": "L_AR {:.4f}", "L_mask": "L_mask {:.4f}", "agreement": "agreement {:.3f}",
             "tokens_per_forward": "{:.2f} tokens per forward at tau 0.95"}  # fmt: skip
+    if stage == "sft":  # whose masks mean nothing yet
+        show = {"L_AR": show["L_AR"]}
     words = ", ".join(text.format(found[k]) for k, text in show.items() if found.get(k) is not None)
     tqdm.write(f"{stage:7} step {step}, held out: {words}", file=sys.stdout)
 
@@ -312,121 +312,6 @@ def estimate_seconds(model, rows: list[Row], block_size, batch_size: int, mask_i
     model.zero_grad(set_to_none=True)
     mean = sum(sum(n_streamed(r, block_size)) for r in rows) / len(rows)
     return took / batch.input_ids.numel() * batch_size * mean / args.n_ranks
-
-
-# ----------------------------------------------------------------------------------------------------- checkpoints
-
-
-def mars_record(stage: str, tokenizer, args) -> dict:
-    return {"stage": stage, "block_size": args.block_size, "mask_token_id": tokenizer.mask_id, "mask_token": tokenizer.mask_token}
-
-
-def save_checkpoint(stage: str, step: int, model, optimizer, tokenizer, args) -> None:
-    """out/STAGE-step-NNNNNN: the model as a Hugging Face folder plus trainer_state.pt; whole or not there. Older ones go.
-
-    Raises UserError when it cannot be written; the one before is then still there.
-    """
-    model, moments = whole_model(model), optimizer_state(optimizer)
-    error = None
-    if args.rank == 0:
-        try:
-            write_checkpoint(stage, step, model, moments, tokenizer, args)
-        except UserError as e:
-            error = e
-    if any_rank(error is not None, args):  # the others wait until it is there
-        raise error or UserError("rank 0 cannot write the checkpoint")
-
-
-def write_checkpoint(stage: str, step: int, model, moments: dict, tokenizer, args) -> None:
-    dir = args.out / f"{stage}-step-{step:06d}"
-    record = mars_record(stage, tokenizer, args)
-    state = {"stage": stage, "step": step, "settings": args.settings, "keep_mask": args.keep_mask, "save_dtype": args.save_dtype}
-    before = checkpoints(args)
-    with writing(dir, before):
-        part = save_pretrained(dir.with_name(dir.name + ".part"), model, tokenizer, record, torch.float32)  # in full: to go on from
-        torch.save(state | {"optimizer": moments}, part / "trainer_state.pt")
-        replace_folder(part, dir)
-    for other in before:
-        if other != dir:
-            drop(other)
-
-
-def drop(dir: Path) -> None:
-    """Delete a checkpoint; killed in the middle of it, what is left has another name and is never resumed."""
-    old = dir.with_name(dir.name + ".old")
-    shutil.rmtree(old, ignore_errors=True)
-    shutil.rmtree(dir.rename(old))
-
-
-@contextmanager
-def stop_signals(args):
-    """While training, Ctrl-C and SIGTERM are noted in args.signals: the step is finished and saved. A second one ends it at once."""
-    if threading.current_thread() is not threading.main_thread():  # only there can Python hear signals
-        yield
-        return
-
-    def note(number, frame):
-        if not args.signals:
-            args.signals.append(number)
-            args.asked = time.monotonic()
-            print("\nstopping after this step; once more stops at once", file=sys.stderr, flush=True)
-        elif time.monotonic() > args.asked + 3:  # a launcher and the job system may both pass the same signal on
-            raise KeyboardInterrupt
-
-    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-@contextmanager
-def writing(what: Path, before: list[Path] = ()):
-    """Turns a failure to write `what` (full disk, no permission, ...) into a UserError that says what is still there."""
-    from safetensors import SafetensorError
-
-    try:
-        yield
-    except (OSError, RuntimeError, SafetensorError) as e:  # of Python, of torch.save, of safetensors
-        drop_torn(what.parent)
-        left = f"{before[-1]} is whole: the same command with --resume continues it" if before else "no checkpoint was written before"
-        raise UserError(f"cannot write {what}: {str(e).splitlines()[0][:200]}. {left}") from None
-
-
-def drop_torn(out: Path) -> None:
-    """Delete what a kill or a full disk left half written."""
-    for torn in [d for stage in ("sft", "mars") for end in ("part", "tmp", "old") for d in out.glob(f"{stage}*.{end}")]:
-        shutil.rmtree(torn, ignore_errors=True)
-
-
-def checkpoints(args) -> list[Path]:
-    """Whole checkpoints to resume from, oldest first."""
-    found = [d for s in args.stages for d in sorted(args.out.glob(f"{s}-step-" + "[0-9]" * 6))]
-    return [d for d in found if (d / "trainer_state.pt").is_file()]
-
-
-def same_settings(before: dict, args, folder: Path) -> None:
-    """Raises UserError naming every setting that is not what `folder` was made with."""
-    changed = [f"{k} was {v!r}, is {args.settings.get(k)!r}" for k, v in before.items() if args.settings.get(k) != v]
-    if changed:
-        raise UserError(f"--resume: {folder} was made with other settings: {'; '.join(changed)}")
-
-
-def load_resume(folder: Path, args) -> dict:
-    """The trainer's state; the log is cut back to it. Raises UserError when it was made by other settings."""
-    state = torch.load(folder / "trainer_state.pt", map_location="cpu", weights_only=True)
-    same_settings(state["settings"], args, folder)
-    if args.rank == 0:
-        file = args.out / "log.jsonl"
-        reached = (args.stages.index(state["stage"]), state["step"])
-        lines = file.read_text(encoding="utf-8").split("\n")[:-1] if file.is_file() else []  # a kill may leave half a line at the end
-        records = [json.loads(line) for line in lines]
-        records = [r for r in records if "stage" not in r or (args.stages.index(r["stage"]), r["step"]) <= reached]
-        file.write_text("".join(json.dumps(r) + "\n" for r in records), encoding="utf-8")
-        drop_torn(args.out)
-    print(f"resume  {folder}")
-    return state
 
 
 # ------------------------------------------------------------------------------------------------------ the command

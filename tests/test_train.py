@@ -11,6 +11,7 @@ import pytest
 import torch
 from conftest import ROOT, tiny_model
 
+import saving
 import train
 from data import ChatTokenizer, arithmetic, encode_rows
 from model import load_pretrained
@@ -325,7 +326,7 @@ def test_a_checkpoint_that_cannot_be_written(straight, tmp_path, monkeypatch, ca
         elif broken == "safetensors":
             m.setattr(st, "save_file", fails(real_st, lambda: (_ for _ in ()).throw(SafetensorError("I/O error: disk full")), 2))
         else:
-            m.setattr(train, "replace_folder", fails(train.replace_folder, full, 2))
+            m.setattr(saving, "replace_folder", fails(saving.replace_folder, full, 2))
         assert run(tmp_path) == 2
     err = capsys.readouterr().err
     assert "cannot write" in err and "sft-step-000004" in err and "sft-step-000002 is whole" in err
