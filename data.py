@@ -26,9 +26,16 @@ RESERVED = ("<empty_output>", "<|fim_pad|>", "<|reserved_special_token_0|>")  # 
 IM_START, IM_END = "<|im_start|>", "<|im_end|>"
 ROLES = ("system", "user", "assistant")
 
-GSM8K_COMMIT = "3101c7d5072418e28b9008a6636bde82a006892c"
-GSM8K_URL = f"https://raw.githubusercontent.com/openai/grade-school-math/{GSM8K_COMMIT}/grade_school_math/data/train.jsonl"
-GSM8K_SHA256 = "17f347dc51477c50d4efb83959dbb7c56297aba886e5544ee2aaed3024813465"
+GITHUB = "https://raw.githubusercontent.com"
+GRADE_SCHOOL = f"{GITHUB}/openai/grade-school-math/3101c7d5072418e28b9008a6636bde82a006892c/grade_school_math/data"
+DOWNLOADS = {  # name: (address, sha256)
+    "gsm8k": (f"{GRADE_SCHOOL}/train.jsonl", "17f347dc51477c50d4efb83959dbb7c56297aba886e5544ee2aaed3024813465"),
+    "gsm8k-test": (f"{GRADE_SCHOOL}/test.jsonl", "3730d312f6e3440559ace48831e51066acaca737f6eabec99bccb9e4b3c39d14"),
+    "svamp": (f"{GITHUB}/ZubinGou/math-evaluation-harness/db77bc6bb2a17c90ed2d63e88ebd8c40a82858c5/data/svamp/test.jsonl",
+              "d0826ff1264f3860e46fc4e71db9e31d2d188960db87090e22677f9493e67a0d"),
+    "humaneval": (f"{GITHUB}/openai/human-eval/6d43fb980f9fee3c892a914eda09951f772ad10d/data/HumanEval.jsonl.gz",
+                  "b796127e635a67f93fb35c04f4cb03cf06f38c8072ee7cee8833d7bee06979ef"),
+}
 
 # ------------------------------------------------------------------------------------------------------ tokenizer
 
@@ -285,25 +292,26 @@ def load_chats(name_or_file: str, size: int = 20_000, seed: int = 0) -> list[lis
     if name_or_file == "arithmetic":
         return [p.messages() for p in arithmetic("train", size, seed)]
     if name_or_file == "gsm8k":
-        return read_chats(gsm8k_train())
+        return read_chats(download("gsm8k"))
     return read_chats(name_or_file)
 
 
-def gsm8k_train() -> Path:
-    """GSM8K's training questions (7,473, MIT): downloaded once, checked, kept under ~/.cache/mars (or $XDG_CACHE_HOME)."""
-    path = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mars" / "gsm8k_train.jsonl"
+def download(name: str) -> Path:
+    """The file of a data set in DOWNLOADS: fetched once, checked, kept under ~/.cache/mars (or $XDG_CACHE_HOME)."""
+    url, sha256 = DOWNLOADS[name]
+    path = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mars" / f"{name}.{url.rpartition('/')[2].partition('.')[2]}"
     if not path.is_file():
-        print(f"downloading GSM8K train (4 MB, once) to {path}", flush=True)
+        print(f"downloading {name} (once) to {path}", flush=True)
         try:
-            with urllib.request.urlopen(GSM8K_URL, timeout=60) as response:
+            with urllib.request.urlopen(url, timeout=60) as response:
                 content = response.read()
         except (OSError, HTTPException) as e:
-            raise UserError(f"gsm8k: cannot download {GSM8K_URL} ({e}). Without a network, pass a local copy: --data FILE") from None
+            raise UserError(f"{name}: cannot download {url} ({e}). Without a network, pass a local copy: --data FILE") from None
         digest = hashlib.sha256(content).hexdigest()
-        if digest != GSM8K_SHA256:
-            raise UserError(f"gsm8k: {GSM8K_URL} has sha256 {digest}, expected {GSM8K_SHA256}")
+        if digest != sha256:
+            raise UserError(f"{name}: {url} has sha256 {digest}, expected {sha256}")
         path.parent.mkdir(parents=True, exist_ok=True)
-        beside = path.with_suffix(f".{os.getpid()}.tmp")
+        beside = path.with_name(f"{path.name}.{os.getpid()}.tmp")
         beside.write_bytes(content)
         beside.replace(path)
     return path

@@ -20,6 +20,7 @@ from data import ChatTokenizer, arithmetic
 from eval import block_diffusion
 from eval.results import command, provenance, write_results
 from eval.run import evaluate
+from eval.tasks import TASKS, numbered
 from model import UserError, load_pretrained, read_json, write_json
 
 
@@ -61,8 +62,8 @@ def score(folder: Path, name: str, block_size, problems) -> dict:
     if name.startswith("Block"):
         found = block_diffusion.evaluate(model, tokenizer, problems, block_size)
         return {"accuracy": found["accuracy"], "tokens_per_forward": found["tokens_per_forward"]}
-    chats = [p.messages() for p in problems]
-    at = lambda tau: evaluate(model, tokenizer, chats, tau, block_size or 4, 50, 128, "cursor", quiet=True)
+    questions = numbered([p.messages() for p in problems])
+    at = lambda tau: evaluate(model, tokenizer, questions, TASKS["arithmetic"], tau, block_size or 4, 50, 128, quiet=True)
     found = {"accuracy": at(1.0)["accuracy"], "tokens_per_forward": 1.0}
     if name.startswith("MARS"):
         fast = at(0.95)

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from data import ChatTokenizer, first_question, gsm8k_train, read_chats
+from data import ChatTokenizer, download, first_question, read_chats
 from eval.load import Server
 from eval.results import command, provenance
 from model import UserError, load_pretrained, pack, pick_device, pick_dtype, read_json, write_json
@@ -66,7 +66,7 @@ def resume(out: Path, about: Path, settings: dict) -> int:
 def run(args) -> dict:
     device = pick_device(args.device)
     dtype, reason = pick_dtype(device, args.dtype)
-    file = gsm8k_train() if args.prompts == "gsm8k" else args.prompts
+    file = download("gsm8k") if args.prompts == "gsm8k" else args.prompts
     prompts = [first_question(chat) for chat in read_chats(file, need_answer=False)[: args.limit]]
     about = args.out.with_suffix(".about.json")
     origin = provenance(device, dtype, str(file))

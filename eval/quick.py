@@ -18,6 +18,7 @@ from data import ChatTokenizer, arithmetic
 from eval.results import command, provenance, write_results
 from eval.run import evaluate, read_taus
 from eval.speed import our_mode, ratios, rounds
+from eval.tasks import TASKS, read_arithmetic
 from model import load_pretrained, pick_device, pick_dtype
 
 TAUS = (1.0, 0.95, 0.9, 0.8, 0.5)
@@ -39,12 +40,12 @@ def measure(sft, mars, tokenizer, n_problems: int, block_size=None, taus=TAUS, n
     sft: the model before MARS, decoded one token at a time. mars: the model after, at every tau (or None). Returns {"sft": {...},
     "mars": {"tau1": {"accuracy", "low", "high", "tokens_per_forward", "speedup", "speedup_batch16", "identical_to_before"}, ...}}.
     """
-    chats = [p.messages() for p in arithmetic("test", n_problems)]
+    problems = read_arithmetic(None, n_problems)
     modes = [(sft, 1.0), *((mars, tau) for tau in taus if mars is not None)]
     rows = []
     with tqdm(modes, desc="scoring", unit="run", disable=quiet, leave=False, dynamic_ncols=True) as bar:
         for model, tau in bar:
-            rows.append(evaluate(model, tokenizer, chats, tau, block_size, 100, MAX_NEW_TOKENS, "cursor", quiet=True))
+            rows.append(evaluate(model, tokenizer, problems, TASKS["arithmetic"], tau, block_size, 100, MAX_NEW_TOKENS, quiet=True))
     questions = [p.question for p in arithmetic("test", 16 * (n_rounds + 1))]
     with tqdm(total=len(modes) * (5 * n_rounds + 2), desc="timing", unit="run", disable=quiet, leave=False, dynamic_ncols=True) as bar:
         alone = speedups(modes, tokenizer, questions[: 4 * n_rounds + 1], block_size, 1, bar)

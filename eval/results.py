@@ -56,6 +56,16 @@ def provenance(device=None, dtype=None, data: str | None = None, seed: int | Non
     }
 
 
+def weights_sha256(folder: Path) -> str:
+    """Of all weight files of a model's folder, read one after the other in order of name."""
+    total = hashlib.sha256()
+    for path in sorted(folder.glob("*.safetensors")):
+        with path.open("rb") as file:
+            while piece := file.read(2**20):
+                total.update(piece)
+    return total.hexdigest()
+
+
 def write_results(path: Path, result: dict) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")

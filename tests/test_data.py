@@ -544,8 +544,8 @@ def server(monkeypatch, tmp_path):
     http.asked, http.reply = 0, (200, len(GSM8K), GSM8K)
     thread = threading.Thread(target=http.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
-    monkeypatch.setattr(data, "GSM8K_URL", f"http://127.0.0.1:{http.server_port}/train.jsonl")
-    monkeypatch.setattr(data, "GSM8K_SHA256", hashlib.sha256(GSM8K).hexdigest())
+    here = f"http://127.0.0.1:{http.server_port}/train.jsonl"
+    monkeypatch.setitem(data.DOWNLOADS, "gsm8k", (here, hashlib.sha256(GSM8K).hexdigest()))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     yield http
@@ -557,8 +557,8 @@ def server(monkeypatch, tmp_path):
 def test_gsm8k_is_downloaded_once(server, tmp_path):
     """Fault: downloaded anew by every run, or kept where nobody looks."""
     assert data.load_chats("gsm8k") == data.load_chats("gsm8k") == [chat("u:q", "a:1+1=2\n#### 2")]
-    assert server.asked == 1 and data.gsm8k_train() == tmp_path / "cache" / "mars" / "gsm8k_train.jsonl"
-    assert [f.name for f in data.gsm8k_train().parent.iterdir()] == ["gsm8k_train.jsonl"] and data.gsm8k_train().read_bytes() == GSM8K
+    assert server.asked == 1 and data.download("gsm8k") == tmp_path / "cache" / "mars" / "gsm8k.jsonl"
+    assert [f.name for f in data.download("gsm8k").parent.iterdir()] == ["gsm8k.jsonl"] and data.download("gsm8k").read_bytes() == GSM8K
 
 
 @pytest.mark.parametrize("reply, words", [
@@ -570,17 +570,17 @@ def test_gsm8k_of_wrong_content_is_refused_and_not_kept(server, tmp_path, reply,
     """Fault: an error page or half a file is cached and trained on for ever; a traceback."""
     server.reply = reply
     with pytest.raises(UserError, match=words):
-        data.gsm8k_train()
+        data.download("gsm8k")
     assert not list(tmp_path.rglob("*gsm8k*"))
     server.reply = (200, len(GSM8K), GSM8K)
-    assert data.gsm8k_train().read_bytes() == GSM8K
+    assert data.download("gsm8k").read_bytes() == GSM8K
 
 
 def test_gsm8k_without_a_network_says_what_to_do(server, monkeypatch):
     """Fault: a traceback from urllib."""
     http = ThreadingHTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler)  # a port that is certainly free once closed
-    monkeypatch.setattr(data, "GSM8K_URL", f"http://127.0.0.1:{http.server_port}/train.jsonl")
+    monkeypatch.setitem(data.DOWNLOADS, "gsm8k", (f"http://127.0.0.1:{http.server_port}/train.jsonl", ""))
     http.server_close()
     with pytest.raises(UserError, match="gsm8k: cannot download http://127.0.0.1.*Without a network, pass a local copy: --data FILE"):
-        data.gsm8k_train()
+        data.download("gsm8k")
     assert server.asked == 0

@@ -1,5 +1,6 @@
 """What the measuring tools conclude from what they see."""
 
+import hashlib
 import json
 
 import pytest
@@ -9,7 +10,7 @@ from conftest import ROOT, tiny_model
 import train
 from data import arithmetic
 from decode import generate
-from eval import cost, exactness, experiments, pictures, quick, run, speed
+from eval import cost, exactness, experiments, pictures, quick, run, speed, tasks
 from model import UserError
 
 
@@ -19,15 +20,23 @@ def test_wilson_interval():
     assert run.wilson(0, 50)[0] == 0 and 0.05 < run.wilson(0, 50)[1] < 0.1 and run.wilson(50, 50)[1] == 1
 
 
-def test_a_sweep_is_written_with_where_it_comes_from(model_dir, tmp_path, capsys):
+def answer_rows(out):
+    head, *samples = map(json.loads, out.with_name(f"{out.stem}.samples.jsonl").read_text().splitlines())
+    assert set(head) == {"settings"}
+    return samples
+
+
+def test_a_run_is_written_with_where_it_comes_from(model_dir, tmp_path, capsys):
     """Fault: rates over something else than committed tokens; samples and summary that disagree."""
     out = tmp_path / "r.json"
-    argv = ["--model", str(model_dir), "--limit", "5", "--tau", "1,0", "--max-new-tokens", "9", "--out", str(out), "--json"]
+    argv = ["--model", str(model_dir), "--limit", "5", "--tau", "1,0", "--max-new-tokens", "9", "--out", str(out), "--json", "--quiet"]
     assert run.main(argv) == 0
     result, last = json.loads(out.read_text()), json.loads(capsys.readouterr().out.splitlines()[-1])
     assert {k: result[k] for k in last} == last and set(last) == {"task", "n", "rows"}
     assert {"command", "commit", "torch", "machine", "device", "dtype", "seed", "data_sha256"} <= set(result)
-    samples = [json.loads(line) for line in (tmp_path / "r.samples.jsonl").read_text().splitlines()]
+    assert result["settings"]["weights_sha256"] == hashlib.sha256((model_dir / "model.safetensors").read_bytes()).hexdigest()
+    samples = answer_rows(out)
+    assert {"prompt", "text", "gold", "extracted", "correct", "accepted", "stop_reason"} <= set(samples[0])
     assert result["rows"][0]["identical_to_first_tau"] == 1 > result["rows"][1]["identical_to_first_tau"]
     for row in result["rows"]:
         mine = [s for s in samples if s["tau"] == row["tau"]]
@@ -35,7 +44,67 @@ def test_a_sweep_is_written_with_where_it_comes_from(model_dir, tmp_path, capsys
         assert row["tokens_per_forward"] == sum(len(s["ids"]) for s in mine) / sum(s["n_forward"] for s in mine)
 
 
-def test_right_answers_count_as_right(model_dir, monkeypatch):
+def test_an_interrupted_run_goes_on(model_dir, tmp_path, monkeypatch, capsys):
+    """Fault: answers lost, answered twice or of another batch; half a line or half a batch taken; another model's answers taken."""
+    argv = ["--model", str(model_dir), "--limit", "7", "--tau", "1,0", "--max-new-tokens", "9", "--batch-size", "3", "--quiet", "--out"]
+    assert run.main([*argv, str(tmp_path / "straight.json")]) == 0
+    real, asked = run.generate, []
+
+    def counted(model, tokenizer, prompts, *more, **named):
+        if len(asked) == 4:
+            raise KeyboardInterrupt
+        asked.append(len(prompts))
+        return real(model, tokenizer, prompts, *more, **named)
+
+    out, file = tmp_path / "stopped.json", tmp_path / "stopped.samples.jsonl"
+    with monkeypatch.context() as m:
+        m.setattr(run, "generate", counted)
+        assert run.main([*argv, str(out)]) == 130 and asked == [3, 3, 1, 3] and not out.exists()
+    lines = file.read_text().splitlines(keepends=True)
+    file.write_text("".join(lines[:10]) + lines[10][:-40])  # killed while it wrote the second batch of the second tau
+    asked[:] = []
+    monkeypatch.setattr(run, "generate", counted)
+    assert run.main([*argv, str(out)]) == 0 and asked == [3, 3, 1]
+    def without_times(of):
+        return [{k: v for k, v in r.items() if k not in ("seconds", "tokens_per_second")} for r in of]
+
+    straight, stopped = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("straight", "stopped"))
+    assert without_times(straight["rows"]) == without_times(stopped["rows"])
+    assert without_times(answer_rows(tmp_path / "straight.json")) == without_times(answer_rows(out))
+    asked[:] = []
+    assert run.main([*argv, str(out), "--limit", "8"]) == 0 and asked == [2, 2]  # more questions: only the last, shorter batches anew
+    capsys.readouterr()
+    assert run.main([*argv, str(out), "--max-new-tokens", "8"]) == 2
+    assert "max_new_tokens was 9, is 8" in capsys.readouterr().err
+    asked[:] = []
+    assert run.main([*argv, str(out), "--max-new-tokens", "8", "--tau", "1", "--overwrite"]) == 0 and asked == [3, 3, 1]
+
+
+def test_two_runs_are_compared_question_by_question(model_dir, tmp_path, capsys):
+    """Fault: a difference of means taken for a paired one; answers of different questions compared; a tau of the other run mixed up."""
+    argv = ["--model", str(model_dir), "--limit", "4", "--max-new-tokens", "9", "--quiet", "--json", "--out"]
+    assert run.main([*argv, str(tmp_path / "one.json"), "--tau", "1"]) == 0
+    assert run.main([*argv, str(tmp_path / "two.json"), "--tau", "1,0", "--against", str(tmp_path / "one.json")]) == 0
+    last = json.loads(capsys.readouterr().out.splitlines()[-1])
+    same, fast = last["against"]["rows"]
+    assert same["same_text"] == 1 > fast["same_text"] and (same["against_tau"], fast["against_tau"]) == (1.0, 1.0) and same["n"] == 4
+    file = tmp_path / "one.samples.jsonl"
+    file.write_text(file.read_text().replace("How many", "How much"))
+    assert run.main([*argv, str(tmp_path / "two.json"), "--tau", "1", "--against", str(tmp_path / "one.json")]) == 2
+    assert "is another one there" in capsys.readouterr().err
+
+
+def test_paired_difference():
+    """Fault: an interval of no width where both agree; the sign turned round. 12 and 4 of 100, worked by hand."""
+    a, b = [True] * 52 + [True] * 12 + [False] * 4 + [False] * 32, [True] * 52 + [False] * 12 + [True] * 4 + [False] * 32
+    found = run.paired(a, b)
+    assert (found["difference"], found["only_here"], found["only_there"]) == (0.08, 12, 4)
+    assert (found["low"], found["high"]) == pytest.approx((8 / 102 - 1.96 * (17 - 64 / 102) ** 0.5 / 102, 8 / 102 + 1.96 * (17 - 64 / 102) ** 0.5 / 102))
+    none = run.paired([True] * 10, [True] * 10)
+    assert none["low"] < 0 < none["high"] and none["difference"] == 0
+
+
+def test_right_answers_count_as_right(monkeypatch):
     """Fault: scoring that cannot be passed, or cannot be failed."""
     problems = arithmetic("test", 4)
     said = [p.answer for p in problems[:3]] + ["no number"]
@@ -46,7 +115,7 @@ def test_right_answers_count_as_right(model_dir, monkeypatch):
         return [Generation(ids=[5], text=said.pop(0), n_forward=1, accepted=[1]) for _ in prompts]
 
     monkeypatch.setattr(run, "generate", fake)
-    row = run.evaluate(None, None, [p.messages() for p in problems], 1.0, 4, 2, 9, "cursor", quiet=True)
+    row = run.evaluate(None, None, tasks.read_arithmetic(None, 4), tasks.TASKS["arithmetic"], 1.0, 4, 2, 9, quiet=True)
     assert row["accuracy"] == 0.75
 
 

@@ -49,7 +49,7 @@ def test_every_command_runs(model_dir, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     (tmp_path / "cache" / "mars").mkdir(parents=True)
     chats = "".join(json.dumps({"messages": p.messages()}) + "\n" for p in arithmetic("train", 20))
-    for file in ("cache/mars/gsm8k_train.jsonl", "dolci.jsonl"):
+    for file in ("cache/mars/gsm8k.jsonl", "dolci.jsonl"):
         (tmp_path / file).write_text(chats)
     for name in ("qwen2.5-0.5b", "qwen2.5-coder-0.5b", "smollm2-135m"):
         shutil.copytree(model_dir, tmp_path / name)
