@@ -40,6 +40,28 @@ def paired(a: list[bool], b: list[bool], z: float = 1.96) -> dict:
     return {"difference": (only_a - only_b) / n, "low": middle - half, "high": middle + half, "only_here": only_a, "only_there": only_b}
 
 
+def answer(questions: list[Question], first: int, task: Task, say) -> list[dict]:
+    """Samples of one batch of questions, the first of which has this number. say: list of prompts -> list of Generations."""
+    began = time.perf_counter()
+    answers = say([q.messages for q in questions])
+    seconds = (time.perf_counter() - began) / len(questions)
+    samples = []
+    for index, (q, g) in enumerate(zip(questions, answers), start=first):
+        extracted, correct = task.score(g.text, q)
+        samples.append({"index": index, "prompt": q.messages, **vars(g), "gold": q.gold, "extracted": extracted, "correct": correct,
+                        "seconds": seconds})  # fmt: skip
+    return samples
+
+
+def summary(samples: list[dict]) -> dict:
+    """Accuracy with its 95 % interval, and what it cost."""
+    n, right = len(samples), sum(s["correct"] for s in samples)
+    tokens, forwards = sum(len(s["ids"]) for s in samples), sum(s["n_forward"] for s in samples)
+    low, high = wilson(right, n)
+    return {"n": n, "accuracy": right / n, "low": low, "high": high, "tokens": tokens, "tokens_per_forward": tokens / forwards,
+            "tokens_per_second": tokens / sum(s["seconds"] for s in samples)}  # fmt: skip
+
+
 def evaluate(model, tokenizer, questions: list[Question], task: Task, tau, block_size, batch_size, max_new_tokens, cache="cursor",
              measure="probability", quiet=False, hold: int = 0, done=(), write=None) -> dict:  # fmt: skip
     """Answer every question at one tau. Returns the row of the results, with the samples under "samples".
@@ -50,27 +72,16 @@ def evaluate(model, tokenizer, questions: list[Question], task: Task, tau, block
     samples = list(done)
     one = 0.0 if measure == "entropy" else 1.0
     now = (lambda n_forward: one if n_forward < hold else tau) if hold else tau
+    say = lambda prompts: generate(model, tokenizer, prompts, now, block_size, max_new_tokens, cache, measure=measure)
     with tqdm(total=len(questions), initial=len(samples), desc=f"tau {tau:g}", unit="question", disable=quiet, dynamic_ncols=True) as bar:
         for i in range(len(samples), len(questions), batch_size):
-            part = questions[i : i + batch_size]
-            began = time.perf_counter()
-            answers = generate(model, tokenizer, [q.messages for q in part], now, block_size, max_new_tokens, cache, measure=measure)
-            seconds = (time.perf_counter() - began) / len(part)
-            new = []
-            for q, g in zip(part, answers):
-                extracted, correct = task.score(g.text, q)
-                scored = {"gold": q.gold, "extracted": extracted, "correct": correct}
-                new.append({"tau": tau, "index": i + len(new), "prompt": q.messages, **vars(g), **scored, "seconds": seconds})
+            new = [{"tau": tau, **s} for s in answer(questions[i : i + batch_size], i, task, say)]
             samples += new
             if write:
                 write(new)
-            bar.update(len(part))
+            bar.update(len(new))
             bar.set_postfix(accuracy=f"{sum(s['correct'] for s in samples) / len(samples):.3f}")
-    n, right = len(samples), sum(s["correct"] for s in samples)
-    tokens, forwards = sum(len(s["ids"]) for s in samples), sum(s["n_forward"] for s in samples)
-    low, high = wilson(right, n)
-    return {"tau": tau, "n": n, "accuracy": right / n, "low": low, "high": high, "tokens": tokens, "tokens_per_forward": tokens / forwards,
-            "tokens_per_second": tokens / sum(s["seconds"] for s in samples), "samples": samples}  # fmt: skip
+    return {"tau": tau, **summary(samples), "samples": samples}
 
 
 def read_taus(parser, text: str) -> list[float]:

@@ -1,0 +1,232 @@
+"""Block sizes, thresholds and measures of confidence on one task: the paper's Table 8, and the Pareto plot.
+
+    python -m eval.sweep --model tiny-mars --blocks 2,4,5 --out out/sweep.json --plot out/sweep.png
+
+Each batch of questions is answered by one token at a time (`ar`), Jacobi decoding and every setting in turn, so that all share whatever
+else the machine does; a speed-up is the median over the batches of tokens per second over `ar`. The same command goes on where it was
+interrupted. --model may name several, with commas: trained with other block sizes, or before MARS.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+from tqdm import tqdm
+
+from data import ChatTokenizer
+from decode import MEASURES, generate
+from eval import jacobi
+from eval.results import command, provenance, weights_sha256, write_results
+from eval.run import answer, lines_of, read_samples, summary
+from eval.tasks import TASKS
+from model import UserError, load_pretrained, pack, pick_device, pick_dtype, resolve
+
+TAUS = {"probability": "0.99,0.95,0.9,0.8,0.7,0.6,0.5", "margin": "0.99,0.9,0.8,0.6,0.4,0.2,0", "entropy": "0.02,0.1,0.2,0.4,0.7,1,1.5"}
+
+
+class Setting(NamedTuple):
+    model: str
+    method: str             # ar | jacobi | mars
+    block_size: int
+    measure: str
+    tau: float
+
+
+def settings_of(models: dict, blocks: list[int], measures: list[str], taus: dict, with_jacobi: bool) -> list[Setting]:
+    """models: {name: trained block size}."""
+    found = []
+    for name, trained in models.items():
+        sizes = blocks or [trained]
+        found.append(Setting(name, "ar", 1, "probability", 1.0))
+        found += [Setting(name, "jacobi", B, "probability", 1.0) for B in sizes if with_jacobi and B > 1]
+        found += [Setting(name, "mars", B, m, tau) for m in measures for B in sizes for tau in taus[m]]
+    return found
+
+
+def sayer(s: Setting, model, tokenizer, max_new_tokens: int):
+    if s.method == "jacobi":
+        return lambda prompts: jacobi.generate(model, tokenizer, prompts, s.block_size, max_new_tokens)
+    return lambda prompts: generate(model, tokenizer, prompts, s.tau, s.block_size, max_new_tokens, measure=s.measure)
+
+
+def summarize(listed: list[Setting], samples: list[dict], batch_size: int) -> list[dict]:
+    """A row per setting, in order, with its speed-up over `ar` of the same model and the share of answers that are the same as there."""
+    by = {s: [] for s in listed}
+    for sample in samples:
+        by[Setting(*sample["setting"])].append(sample)
+    rows = []
+    for s, mine in by.items():
+        plain = by[Setting(s.model, "ar", 1, "probability", 1.0)]
+        rate = lambda of: sum(len(x["ids"]) for x in of) / sum(x["seconds"] for x in of)
+        ratios = [rate(mine[i : i + batch_size]) / rate(plain[i : i + batch_size]) for i in range(0, len(mine), batch_size)]
+        rows.append({**s._asdict(), **summary(mine), "speedup": statistics.median(ratios),
+                     "identical_to_ar": sum(a["ids"] == b["ids"] for a, b in zip(mine, plain)) / len(mine)})  # fmt: skip
+    return rows
+
+
+def steepest(rows: list[dict]) -> list[dict]:
+    """For each curve the two neighbouring settings between which accuracy falls most: is there a cliff, and where?"""
+    found = []
+    for key in dict.fromkeys((r["model"], r["block_size"], r["measure"]) for r in rows if r["method"] == "mars"):
+        curve = [r for r in rows if r["method"] == "mars" and (r["model"], r["block_size"], r["measure"]) == key]
+        drops = [(a["accuracy"] - b["accuracy"], a["tau"], b["tau"]) for a, b in zip(curve, curve[1:])]
+        if drops and max(drops)[0] > 0:
+            drop, before, after = max(drops)
+            found.append({"model": key[0], "block_size": key[1], "measure": key[2], "drop": drop, "from_tau": before, "to_tau": after})
+    return found
+
+
+def markdown(rows: list[dict]) -> str:
+    """The paper's Table 8 for each measure: a line per tau, a column per model and block size, "right at tokens per forward"."""
+    lines = []
+    many = len({r["model"] for r in rows}) > 1
+    cell = lambda r: f"{100 * r['accuracy']:.1f} % at {r['tokens_per_forward']:.2f}"
+    label = lambda r: (f"{Path(r['model']).name}, " if many else "") + f"B={r['block_size']}"
+    for measure in dict.fromkeys(r["measure"] for r in rows if r["method"] == "mars"):
+        mine = [r for r in rows if r["method"] == "mars" and r["measure"] == measure]
+        columns = list(dict.fromkeys(label(r) for r in mine))
+        lines += ["", f"| {measure} | " + " | ".join(columns) + " |", "|---|" + "---|" * len(columns)]
+        for tau in dict.fromkeys(r["tau"] for r in mine):
+            lines.append(f"| {tau:g} | " + " | ".join(cell(r) for r in mine if r["tau"] == tau) + " |")
+    lines += ["", "| without masks | right at tokens per forward | speed-up |", "|---|---|---|"]
+    for r in rows:
+        if r["method"] != "mars":
+            name = "one token at a time" if r["method"] == "ar" else f"Jacobi, {r['block_size']} a forward"
+            lines.append(f"| {name}{', ' + Path(r['model']).name if many else ''} | {cell(r)} | {r['speedup']:.2f}x |")
+    return "\n".join(lines[1:])
+
+
+def plot(rows: list[dict], file: Path) -> None:
+    """Accuracy against tokens per forward and against wall clock; a line per model, block size and measure."""
+    try:
+        import matplotlib
+
+        matplotlib.use("Agg")
+        import matplotlib.pyplot as plt
+    except ImportError:
+        raise UserError("--plot: pip install matplotlib") from None
+    figure, axes = plt.subplots(1, 2, figsize=(11, 4.2), sharey=True, layout="constrained")
+    many = len({r["model"] for r in rows}) > 1
+    for axis, x, name in zip(axes, ("tokens_per_forward", "speedup"), ("tokens per forward", "tokens per second, one token at a time = 1")):
+        for key in dict.fromkeys((r["model"], r["method"], r["block_size"], r["measure"]) for r in rows):
+            mine = [r for r in rows if (r["model"], r["method"], r["block_size"], r["measure"]) == key]
+            model, method, block_size, measure = key
+            text = {"ar": "one at a time", "jacobi": f"Jacobi, {block_size}"}.get(method, f"B={block_size}, {measure}")
+            y = [100 * r["accuracy"] for r in mine]
+            bars = [[100 * (r["accuracy"] - r["low"]) for r in mine], [100 * (r["high"] - r["accuracy"]) for r in mine]]
+            style = dict(marker="o", ms=4, lw=1.4) if method == "mars" else dict(marker="s" if method == "ar" else "^", ms=7, ls="none")
+            axis.errorbar([r[x] for r in mine], y, bars, label=f"{Path(model).name}: {text}" if many else text, elinewidth=0.6, **style)
+        axis.set_xlabel(name)
+        axis.grid(alpha=0.3)
+    axes[0].set_ylabel("right, %")
+    axes[1].legend(fontsize=8, frameon=False)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(file, dpi=150)
+    plt.close(figure)
+    print(f"wrote {file}")
+
+
+def numbers(parser, option: str, text: str, kind, least) -> list:
+    try:
+        values = [kind(v) for v in text.split(",")]
+    except ValueError:
+        values = [least - 1]
+    if min(values) < least:
+        parser.error(f"--{option} {text}: must be numbers of at least {least} with commas between")
+    return list(dict.fromkeys(values))
+
+
+@command
+def main(argv=None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    add = parser.add_argument_group("what").add_argument
+    add("--model", required=True, metavar="NAME|DIR[,...]")
+    add("--task", default="arithmetic", choices=list(TASKS))
+    add("--data", default=None, type=Path, metavar="FILE", help="as for eval.run")
+    add("--limit", type=int, default=200, metavar="N", help="the first N questions")
+    add("--allow-code", action="store_true", help="humaneval: run what the model writes")
+    add = parser.add_argument_group("settings").add_argument
+    add("--blocks", default=None, metavar="LIST", help="candidates per forward (default: as trained)")
+    add("--measures", default="probability", metavar="LIST", help=f"of {','.join(MEASURES)}")
+    for measure, taus in TAUS.items():
+        add(f"--tau-{measure}", default=taus, metavar="LIST", help=f"default {taus}")
+    add("--no-jacobi", action="store_true", help="leave Jacobi decoding out")
+    add = parser.add_argument_group("how").add_argument
+    add("--batch-size", type=int, default=25, metavar="N")
+    add("--max-new-tokens", type=int, default=None, metavar="N", help="default 256, humaneval 512")
+    add("--device", default="auto")
+    add("--dtype", default="auto", choices=["auto", "float32", "bfloat16"])
+    add = parser.add_argument_group("output").add_argument
+    add("--out", type=Path, required=True, metavar="FILE", help="results file; every answer goes beside it, to NAME.samples.jsonl")
+    add("--plot", type=Path, default=None, metavar="FILE", help="picture (needs matplotlib)")
+    add("--overwrite", action="store_true", help="answer all questions anew")
+    add("--quiet", action="store_true", help="no progress bar")
+    add("--json", action="store_true", help="one JSON object as the last line")
+    args = parser.parse_args(argv)
+    measures = args.measures.split(",")
+    if unknown := [m for m in measures if m not in MEASURES]:
+        parser.error(f"--measures {','.join(unknown)}: allowed are {', '.join(MEASURES)}")
+    if args.limit < 1 or args.batch_size < 1 or (args.max_new_tokens is not None and args.max_new_tokens < 1):
+        parser.error("--limit, --batch-size and --max-new-tokens must be at least 1")
+    if args.task == "humaneval" and not args.allow_code:
+        parser.error("--task humaneval runs programs that the model writes: read the README on it, then add --allow-code")
+    blocks = numbers(parser, "blocks", args.blocks, int, 1) if args.blocks else []
+    taus = {m: numbers(parser, f"tau-{m}", getattr(args, f"tau_{m}"), float, 0) for m in measures}
+    names, task = args.model.split(","), TASKS[args.task]
+    args.max_new_tokens = args.max_new_tokens or task.max_new_tokens
+    device = pick_device(args.device)
+    dtype, reason = pick_dtype(device, args.dtype)
+    questions = task.read(args.data)[: args.limit]
+    tokenizers = {name: ChatTokenizer.from_pretrained(name) for name in names}
+    origin = provenance(device, dtype, str(args.data) if args.data else None)
+    listed = settings_of({n: t.mars.get("block_size", 4) for n, t in tokenizers.items()}, blocks, measures, taus, not args.no_jacobi)
+    about = {k: getattr(args, k) for k in ("task", "limit", "batch_size", "max_new_tokens")} | {"settings": [list(s) for s in listed]}
+    about |= {"dtype": origin["dtype"], "data_sha256": origin["data_sha256"], "weights_sha256": [weights_sha256(resolve(n)) for n in names]}
+
+    file = args.out.with_name(args.out.stem + ".samples.jsonl")
+    if args.overwrite:
+        file.unlink(missing_ok=True)
+    before, samples = read_samples(file) if file.is_file() else ({}, [])
+    if before and before != about:
+        changed = [k for k in about if before.get(k) != about[k]]
+        raise UserError(f"{file} was made with other settings ({', '.join(changed)}): name another --out, or --overwrite")
+    per_round = len(listed) * args.batch_size
+    samples = samples if len(samples) == len(listed) * len(questions) else samples[: len(samples) // per_round * per_round]  # whole rounds
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(lines_of([{"settings": about}, *samples]), encoding="utf-8")
+    print(f"{args.model} on {device}, {origin['dtype']} ({reason}); {len(listed)} settings, {len(questions)} questions of "
+          f"{args.data or args.task}\n{file}", flush=True)
+    models = {name: pack(load_pretrained(name, dtype, device)) for name in names}
+    say = {s: sayer(s, models[s.model], tokenizers[s.model], args.max_new_tokens) for s in listed}
+    if len(samples) < len(listed) * len(questions):
+        for s in listed:  # a warm-up that does not count
+            say[s]([q.messages for q in questions[: args.batch_size]][:2])
+    n_done = len(samples) // len(listed)
+    with tqdm(total=len(questions) * len(listed), initial=len(samples), unit="answer", disable=args.quiet, dynamic_ncols=True) as bar:
+        for i in range(n_done, len(questions), args.batch_size):
+            for s in listed:
+                new = [{"setting": list(s), **x} for x in answer(questions[i : i + args.batch_size], i, task, say[s])]
+                samples += new
+                with file.open("a", encoding="utf-8") as f:
+                    f.write(lines_of(new))
+                bar.update(len(new))
+    rows = summarize(listed, samples, args.batch_size)
+    cliffs = steepest(rows)
+    print("\n" + markdown(rows) + "\n")
+    for c in cliffs:
+        print(f"{c['model']}, B={c['block_size']}, {c['measure']}: accuracy falls most between tau {c['from_tau']:g} and {c['to_tau']:g}, "
+              f"by {100 * c['drop']:.1f} points")
+    result = {"task": args.task, "n": len(questions), "rows": rows}
+    write_results(args.out, result | {"steepest": cliffs, "settings": {k: v for k, v in about.items() if k != "settings"}, **origin})
+    if args.plot:
+        plot(rows, args.plot)
+    if args.json:
+        print(json.dumps(result))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
