@@ -1,5 +1,6 @@
 """The README's commands run, its links point somewhere, and its pictures show what the code does."""
 
+import gzip
 import importlib.util
 import io
 import json
@@ -34,6 +35,9 @@ SHORTER = {  # appended to each command, where the last of two equal flags count
     "eval.plot": "",
     "eval.validate": "--limit 3 --device cpu --quiet",
     "eval.distill": "--limit 3 --max-new-tokens 8 --device cpu --quiet",
+    "eval.run": "--limit 2 --max-new-tokens 4 --device cpu --quiet",
+    "eval.sweep": "--limit 2 --max-new-tokens 4 --device cpu --quiet",
+    "eval.report": "--max-new-tokens 4 --device cpu --quiet",
     "eval.load": "--seconds 0.5,0.5,0.5 --questions 5 --rows 2 --device cpu",
 }
 
@@ -51,6 +55,8 @@ def test_every_command_runs(model_dir, tmp_path, monkeypatch, capsys):
     chats = "".join(json.dumps({"messages": p.messages()}) + "\n" for p in arithmetic("train", 20))
     for file in ("cache/mars/gsm8k.jsonl", "dolci.jsonl"):
         (tmp_path / file).write_text(chats)
+    row = {"task_id": "T/0", "prompt": "def f(x):\n", "entry_point": "f", "canonical_solution": "    return x\n", "test": "def check(f): f(1)\n"}
+    (tmp_path / "cache/mars/humaneval.jsonl.gz").write_bytes(gzip.compress(json.dumps(row).encode()))
     for name in ("qwen2.5-0.5b", "qwen2.5-coder-0.5b", "smollm2-135m"):
         shutil.copytree(model_dir, tmp_path / name)
     shutil.copytree(ROOT / "checkpoints", tmp_path / "checkpoints")
