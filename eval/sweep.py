@@ -109,20 +109,24 @@ def plot(rows: list[dict], file: Path) -> None:
     except ImportError:
         raise UserError("--plot: pip install matplotlib") from None
     figure, axes = plt.subplots(1, 2, figsize=(11, 4.2), sharey=True, layout="constrained")
-    many = len({r["model"] for r in rows}) > 1
+    many, curve_of = len({r["model"] for r in rows}) > 1, lambda r: (r["model"], r["method"], r["block_size"], r["measure"])
+    widths = list(dict.fromkeys((r["model"], r["block_size"]) for r in rows))  # these by colour, measures by line and point
+    looks = {"probability": ("o", "-"), "entropy": ("D", "--"), "margin": ("v", ":")}
     for axis, x, name in zip(axes, ("tokens_per_forward", "speedup"), ("tokens per forward", "tokens per second, one token at a time = 1")):
-        for key in dict.fromkeys((r["model"], r["method"], r["block_size"], r["measure"]) for r in rows):
-            mine = [r for r in rows if (r["model"], r["method"], r["block_size"], r["measure"]) == key]
-            model, method, block_size, measure = key
+        for curve in dict.fromkeys(map(curve_of, rows)):
+            mine = [r for r in rows if curve_of(r) == curve]
+            model, method, block_size, measure = curve
             text = {"ar": "one at a time", "jacobi": f"Jacobi, {block_size}"}.get(method, f"B={block_size}, {measure}")
             y = [100 * r["accuracy"] for r in mine]
             bars = [[100 * (r["accuracy"] - r["low"]) for r in mine], [100 * (r["high"] - r["accuracy"]) for r in mine]]
-            style = dict(marker="o", ms=4, lw=1.4) if method == "mars" else dict(marker="s" if method == "ar" else "^", ms=7, ls="none")
-            axis.errorbar([r[x] for r in mine], y, bars, label=f"{Path(model).name}: {text}" if many else text, elinewidth=0.6, **style)
+            marker, line = looks[measure] if method == "mars" else ("s" if method == "ar" else "*", "none")
+            label, colour = f"{Path(model).name}: {text}" if many else text, f"C{widths.index((model, block_size)) % 10}"
+            axis.errorbar([r[x] for r in mine], y, bars, label=label, color=colour, marker=marker, ls=line,
+                          ms=4 if method == "mars" else 9, lw=1.2, elinewidth=0.4)
         axis.set_xlabel(name)
         axis.grid(alpha=0.3)
     axes[0].set_ylabel("right, %")
-    axes[1].legend(fontsize=8, frameon=False)
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right", fontsize=8, frameon=False)
     file.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(file, dpi=150)
     plt.close(figure)

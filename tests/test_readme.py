@@ -13,7 +13,7 @@ from conftest import ROOT
 
 import train
 from data import arithmetic
-from eval import experiments, load, quick, speed
+from eval import experiments, load, quick, speed, sweep
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 LINES = [line.strip() for block in re.findall(r"```sh\n(.*?)```", README, re.DOTALL) for line in block.splitlines() if line.strip()]
@@ -116,6 +116,7 @@ def test_tables_are_those_of_the_results_files():
     for name in ("speed-tiny.json", "speed-smollm2-135m-mars.json"):
         assert speed.markdown(read(name)) in README, name
     assert load.markdown(read("load.json")) in README
+    assert sweep.markdown([r for r in read("sweep-tiny.json")["rows"] if r["measure"] == "probability"]) in README
     result = read("tiny.json")
     for name, r in [("before MARS", result["sft"]), *((f"MARS, tau {r['tau']:g}", r) for r in result["mars"].values())]:
         row = f"| {name} | {100 * r['accuracy']:.1f} % | {r['tokens_per_forward']:.2f} | {r['speedup']:.2f}x | {r['speedup_batch16']:.2f}x |"
