@@ -4,12 +4,13 @@
                  predicts    p[1] p[2] p[3] p[4]
 
 p[1] is what one token at a time would say; p[2] is too if g[1] was p[1], and so on. The rest are the next guesses. The answer is exactly
-the greedy one, so this is the baseline without training: how much does a window alone give?
+the greedy one (in float32), so this is the baseline without training: how much does a window alone give?
 """
 
 import torch
 
 from decode import Batch, Generation, Rules, accept_prefix, candidates, new_cache, padded, pick
+from model import UserError
 
 
 @torch.inference_mode()
@@ -28,7 +29,9 @@ def generate(model, tokenizer, prompts: list, block_size: int = 4, max_new_token
         input_ids = torch.nn.functional.pad(pending, (0, block_size - 1)).scatter(1, at, guesses)
         hidden = model(input_ids.to(batch.device), cache=cache)
         logits = model.logits(pick(hidden, (n_pending - 1).clamp(min=0)[:, None] + column))
-        ids = candidates(logits, rules)[0].cpu()                                        # (N, W)
+        ids, confidence = (t.cpu() for t in candidates(logits, rules))                  # (N, W)
+        if not confidence[batch.limit > 0].isfinite().all():
+            raise UserError("the logits are not finite; use --dtype float32, or check the weights")
         right = torch.nn.functional.pad((guesses == ids[:, :-1]).float(), (1, 0), value=1.0)
         n = accept_prefix(ids, right, torch.full((len(prompts),), 0.5), batch.limit, rules.eos_ids)
         batch.forwarded()

@@ -25,6 +25,7 @@ from eval.plot import read_log, smooth
 from eval.results import command, provenance
 from eval.run import wilson
 from eval.speed import markdown
+from eval.tasks import last_number
 from model import UserError, load_pretrained, pick_device, pick_dtype, read_json
 
 N_ANSWERS = 10
@@ -109,10 +110,10 @@ def answer(model, tokenizer, chats: list, tau: float, block_size: int, max_new_t
     for chat, prompt, one in zip(tqdm(chats, unit="answer", disable=quiet, leave=False, dynamic_ncols=True), prompts, alone):
         g, forwards = trace(model, tokenizer, prompt, tau, block_size, max_new_tokens)
         gold = final_number(chat[-1]["content"]) if chat[-1]["role"] == "assistant" else None
-        right, right_alone = (None if gold is None else final_number(text) == gold for text in (g.text, one.text))
+        right, right_alone = (None if gold is None else last_number(text) == gold for text in (g.text, one.text))
         steps = steps_of(tokenizer, prompt, g, forwards, tau)
         rows.append({"question": prompt[-1]["content"], "steps": steps, "n_tokens": len(g.ids), "n_forward": g.n_forward,
-                     "cut": g.stop_reason != "eos", "gold": gold, "said": final_number(g.text), "right": right,
+                     "cut": g.stop_reason != "eos", "gold": gold, "said": last_number(g.text), "right": right,
                      "right_alone": right_alone, "same": g.ids == one.ids, "alone": one.text})
     known = [r for r in rows if r["gold"] is not None]
     return {

@@ -4,6 +4,7 @@ import functools
 import hashlib
 import json
 import platform
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -42,9 +43,9 @@ def provenance(device=None, dtype=None, data: str | None = None, seed: int | Non
         git = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
     except OSError:
         git = None
-    file = Path(data) if data else None
+    file = Path(data).expanduser() if data else None
     return {
-        "command": " ".join(["python", "-m", f"eval.{Path(sys.argv[0]).stem}", *sys.argv[1:]]),
+        "command": shlex.join(["python", "-m", f"eval.{Path(sys.argv[0]).stem}", *sys.argv[1:]]),
         "commit": git.stdout.strip() or None if git else None,
         "torch": torch.__version__,
         "python": platform.python_version(),
@@ -56,10 +57,10 @@ def provenance(device=None, dtype=None, data: str | None = None, seed: int | Non
     }
 
 
-def weights_sha256(folder: Path) -> str:
-    """Of all weight files of a model's folder, read one after the other in order of name."""
+def model_sha256(folder: Path) -> str:
+    """Of a model's weights, configuration and tokenizer, read one after the other in order of name."""
     total = hashlib.sha256()
-    for path in sorted(folder.glob("*.safetensors")):
+    for path in sorted([*folder.glob("*.safetensors"), *folder.glob("*config.json"), *folder.glob("tokenizer.json")]):
         with path.open("rb") as file:
             while piece := file.read(2**20):
                 total.update(piece)

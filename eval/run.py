@@ -13,15 +13,22 @@ import json
 import math
 import sys
 import time
+from contextlib import contextmanager
 from pathlib import Path
 
 from tqdm import tqdm
 
 from data import ChatTokenizer
-from decode import CACHES, MEASURES, generate
-from eval.results import command, provenance, weights_sha256, write_results
-from eval.tasks import TASKS, Question, Task
+from decode import CACHES, MEASURES, as_tau, generate
+from eval import sandbox
+from eval.results import command, model_sha256, provenance, write_results
+from eval.tasks import TASKS, Question, Task, questions_sha256
 from model import UserError, load_pretrained, pack, pick_device, pick_dtype, resolve
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
 
 
 def wilson(correct: int, n: int, z: float = 1.96) -> tuple[float, float]:
@@ -37,7 +44,8 @@ def paired(a: list[bool], b: list[bool], z: float = 1.96) -> dict:
     only_a, only_b, n = sum(x and not y for x, y in zip(a, b)), sum(y and not x for x, y in zip(a, b)), len(a)
     more, fewer, total = only_a + 0.5, only_b + 0.5, n + 2
     middle, half = (more - fewer) / total, z * math.sqrt(more + fewer - (more - fewer) ** 2 / total) / total
-    return {"difference": (only_a - only_b) / n, "low": middle - half, "high": middle + half, "only_here": only_a, "only_there": only_b}
+    low, high = max(-1.0, middle - half), min(1.0, middle + half)
+    return {"difference": (only_a - only_b) / n, "low": low, "high": high, "only_here": only_a, "only_there": only_b}
 
 
 def answer(questions: list[Question], first: int, task: Task, say) -> list[dict]:
@@ -49,7 +57,7 @@ def answer(questions: list[Question], first: int, task: Task, say) -> list[dict]
     for index, (q, g) in enumerate(zip(questions, answers), start=first):
         extracted, correct = task.score(g.text, q)
         samples.append({"index": index, "prompt": q.messages, **vars(g), "gold": q.gold, "extracted": extracted, "correct": correct,
-                        "seconds": seconds})  # fmt: skip
+                        "seconds": seconds, "batch": len(questions)})  # fmt: skip
     return samples
 
 
@@ -84,12 +92,14 @@ def evaluate(model, tokenizer, questions: list[Question], task: Task, tau, block
     return {"tau": tau, **summary(samples), "samples": samples}
 
 
-def read_taus(parser, text: str) -> list[float]:
-    """The numbers of --tau; anything else ends the program as a wrong option does."""
+def read_taus(parser, text: str, measure: str = "probability", option: str = "tau") -> list[float]:
+    """The numbers of --tau, each once; anything else ends the program as a wrong option does."""
     try:
-        return [float(t) for t in text.split(",")]
-    except ValueError:
-        parser.error(f"--tau {text}: must be numbers with commas between")
+        taus = list(dict.fromkeys(map(float, text.split(","))))
+        as_tau(taus, len(taus), measure)
+    except ValueError as e:  # UserError is one
+        parser.error(f"--{option} {text}: must be numbers with commas between ({e})")
+    return taus
 
 
 # --------------------------------------------------------------------------------------------- samples kept on disk
@@ -108,52 +118,86 @@ def read_samples(file: Path) -> tuple[dict, list[dict]]:
 
 def whole_batches(samples: list[dict], tau: float, n: int, batch_size: int) -> list[dict]:
     """Those of one tau, from question 0 on, whose batches are the ones that a run over n questions has."""
-    mine = {s["index"]: s for s in samples if s["tau"] == tau}
-    there = next((i for i in range(n) if i not in mine), n)
-    return [mine[i] for i in range(there if there == n else there // batch_size * batch_size)]
+    mine, kept = {s["index"]: s for s in samples if s["tau"] == tau}, []
+    for i in range(0, n, batch_size):
+        batch = [mine.get(j) for j in range(i, min(i + batch_size, n))]
+        if not all(s and s["batch"] == len(batch) for s in batch):
+            break
+        kept += batch
+    return kept
 
 
 def resume(file: Path, settings: dict, taus: list[float], n: int) -> dict[float, list[dict]]:
-    """{tau: samples to keep}; the file then holds those alone, behind the settings. Raises UserError for another run's file."""
+    """{tau: samples to keep}; the file then holds those and other taus', behind the settings. Raises UserError for another run's file."""
     before, samples = read_samples(file) if file.is_file() else ({}, [])
     if before and (changed := [f"{k} was {before.get(k)!r}, is {v!r}" for k, v in settings.items() if before.get(k) != v]):
         raise UserError(f"{file} was made with other settings: {'; '.join(changed)}. Name another --out, or --overwrite")
     kept = {tau: whole_batches(samples, tau, n, settings["batch_size"]) for tau in taus}
     others = [s for s in samples if s["tau"] not in kept or s["index"] >= n]
-    file.parent.mkdir(parents=True, exist_ok=True)
     beside = file.with_name(file.name + ".tmp")
     beside.write_text(lines_of([{"settings": settings}, *others, *(s for of in kept.values() for s in of)]), encoding="utf-8")
     beside.replace(file)
     return kept
 
 
+@contextmanager
+def only_one(file: Path):
+    """Raises UserError while another process writes the same file."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with file.with_name(file.name + ".lock").open("w") as lock:
+        if fcntl:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                raise UserError(f"{file}: another process is writing it; give this one an --out of its own") from None
+        yield
+    file.with_name(file.name + ".lock").unlink(missing_ok=True)
+
+
 def lines_of(records: list[dict]) -> str:
     return "".join(json.dumps(r, ensure_ascii=False) + "\n" for r in records)
 
 
-def compare(rows: list[dict], other: Path) -> list[dict]:
-    """For each row its paired difference to the other run at the same tau, or at its only tau, on the questions that both answered."""
-    settings, samples = read_samples(other.with_name(f"{other.stem}.samples.jsonl"))
+def read_other(file: Path, questions: list[Question], taus: list[float]) -> dict[float, tuple[float, dict[int, dict]]]:
+    """{tau: (tau there, {index: sample})} of the run to compare with: its same tau, or the only one it has.
+
+    Raises UserError when it is no such run, answered other questions, or has none of these taus.
+    """
+    samples_file = file.with_name(f"{file.stem}.samples.jsonl")
+    if not samples_file.is_file():
+        raise UserError(f"--against {file}: there is no {samples_file.name} beside it; name the results file of a run of eval.run")
+    _, samples = read_samples(samples_file)
     theirs: dict[float, dict] = {}
     for s in samples:
-        theirs.setdefault(s["tau"], {})[s["index"]] = s
+        if "tau" not in s:
+            raise UserError(f"--against {file}: not of eval.run, its answers have no tau")
+        if s["index"] < len(questions):
+            if s["prompt"] != questions[s["index"]].messages:
+                raise UserError(f"--against {file}: its question {s['index']} is another one; both runs must have the same data")
+            theirs.setdefault(s["tau"], {})[s["index"]] = s
+    only = next(iter(theirs)) if len(theirs) == 1 else None
+    found = {tau: (there, theirs[there]) for tau in taus if (there := tau if tau in theirs else only) is not None}
+    if missing := [f"{tau:g}" for tau in taus if tau not in found]:
+        raise UserError(f"--against {file}: has no tau {', '.join(missing)}; it has {', '.join(f'{t:g}' for t in theirs) or 'no answers'}")
+    return found
+
+
+def compare(rows: list[dict], others: dict) -> list[dict]:
+    """For each row its paired difference to the other run, on the questions that both answered."""
     found = []
     for row in rows:
-        tau = row["tau"] if row["tau"] in theirs else next(iter(theirs)) if len(theirs) == 1 else None
-        if tau is None:
-            print(f"{other}: has no tau {row['tau']:g} (it has {', '.join(f'{t:g}' for t in theirs)})", file=sys.stderr)
-            continue
-        pairs = [(s, theirs[tau][s["index"]]) for s in row["samples"] if s["index"] in theirs[tau]]
-        different = [a["index"] for a, b in pairs if a["prompt"] != b["prompt"]]
-        if different or not pairs:
-            raise UserError(f"{other}: question {different[0] if different else 0} is another one there; --against needs the same data")
+        there, theirs = others[row["tau"]]
+        pairs = [(s, theirs[s["index"]]) for s in row["samples"] if s["index"] in theirs]
         same = sum(a["text"] == b["text"] for a, b in pairs) / len(pairs)
-        found.append({"tau": row["tau"], "against_tau": tau, "n": len(pairs), "same_text": same,
+        found.append({"tau": row["tau"], "against_tau": there, "n": len(pairs), "same_text": same,
                       **paired([a["correct"] for a, _ in pairs], [b["correct"] for _, b in pairs])})  # fmt: skip
     return found
 
 
 # ------------------------------------------------------------------------------------------------------ the command
+
+
+DEFAULT_TAUS = {"probability": "1,0.95,0.9,0.8", "margin": "1,0.9,0.6,0.2", "entropy": "0,0.1,0.4,1"}
 
 
 def show(rows: list[dict], against: list[dict], other) -> None:
@@ -178,13 +222,14 @@ def main(argv=None) -> int:
     add("--data", default=None, type=Path, metavar="FILE", help="the task's data (default: downloaded once and checked; arithmetic: "
         "generated). gsm8k: question/answer rows or chats; arithmetic: chats that end in #### and a number")
     add("--limit", type=int, default=200, metavar="N", help="the first N questions")
-    add("--tau", default="1,0.95,0.9,0.8", metavar="LIST")
+    add("--tau", default=None, metavar="LIST", help=f"default {DEFAULT_TAUS['probability']} (entropy: {DEFAULT_TAUS['entropy']})")
     add("--against", type=Path, default=None, metavar="FILE", help="results file of another run: compare question by question")
     add("--allow-code", action="store_true", help="humaneval: run what the model writes (README says what protects you)")
     add = parser.add_argument_group("how").add_argument
     add("--block-size", type=int, default=None, metavar="B", help="candidates per forward (default: as trained)")
     add("--measure", default="probability", choices=MEASURES, help="of confidence (entropy: accept while <= tau nats)")
-    add("--hold", type=int, default=0, metavar="N", help="the first N forwards take one token each: moves the windows that follow")
+    add("--hold", type=int, default=0, metavar="N", help="the first N forwards take one token each (cache block: N-1, its prefill "
+        "counts): moves the windows that follow")
     add("--cache", default="cursor", choices=CACHES)
     add("--batch-size", type=int, default=8, metavar="N")
     add("--max-new-tokens", type=int, default=None, metavar="N", help="default 256, humaneval 512")
@@ -197,42 +242,50 @@ def main(argv=None) -> int:
     add("--quiet", action="store_true", help="no progress bar")
     add("--json", action="store_true", help="one JSON object as the last line")
     args = parser.parse_args(argv)
-    if args.limit < 1 or args.batch_size < 1 or args.hold < 0 or (args.max_new_tokens is not None and args.max_new_tokens < 1):
-        parser.error("--limit, --batch-size and --max-new-tokens must be at least 1, --hold at least 0")
+    for option, least in (("limit", 1), ("batch_size", 1), ("block_size", 1), ("max_new_tokens", 1), ("hold", 0)):
+        if (value := getattr(args, option)) is not None and value < least:
+            parser.error(f"--{option.replace('_', '-')} {value}: must be at least {least}")
     if args.task == "humaneval" and not args.allow_code:
         parser.error("--task humaneval runs Python programs that the model writes. They get limits, a folder of their own and no network, "
                      "but read the README on what that does not protect; then add --allow-code")
-    taus, task = list(dict.fromkeys(read_taus(parser, args.tau))), TASKS[args.task]
+    taus, task = read_taus(parser, args.tau or DEFAULT_TAUS[args.measure], args.measure), TASKS[args.task]
     args.max_new_tokens = args.max_new_tokens or task.max_new_tokens
     device = pick_device(args.device)
     dtype, reason = pick_dtype(device, args.dtype)
-    questions = task.read(args.data)[: args.limit]
+    every = task.read(args.data)
+    questions = every[: args.limit]
+    others = read_other(args.against, questions, taus) if args.against else {}
     tokenizer, folder = ChatTokenizer.from_pretrained(args.model), resolve(args.model)
-    settings = {k: getattr(args, k) for k in ("model", "task", "block_size", "measure", "cache", "batch_size", "max_new_tokens", "hold")}
     origin = provenance(device, dtype, str(args.data) if args.data else None)
-    settings |= {k: origin[k] for k in ("dtype", "data_sha256")} | {"weights_sha256": weights_sha256(folder)}
+    settings = {k: getattr(args, k) for k in ("model", "task", "block_size", "measure", "cache", "batch_size", "max_new_tokens", "hold")}
+    settings |= {"device": origin["device"], "dtype": origin["dtype"]}
+    settings |= {"model_sha256": model_sha256(folder), "questions_sha256": questions_sha256(every)}
+    if args.task == "humaneval":
+        settings["sandbox"] = sandbox.mode()
     mark = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:8]
     out = args.out or Path("out/eval") / f"{folder.parent.name}-{folder.name}-{args.task}-{mark}.json"
     samples_file = out.with_name(out.stem + ".samples.jsonl")
-    if args.overwrite:
-        samples_file.unlink(missing_ok=True)
-    kept = resume(samples_file, settings, taus, len(questions))
-    n_kept = sum(map(len, kept.values()))
-    print(f"{args.model} on {device}, {settings['dtype']} ({reason}); {len(questions)} questions of {args.data or args.task}"
-          f"{f', {n_kept} of {len(questions) * len(taus)} answers are there' if n_kept else ''}\n{samples_file}", flush=True)
-    model = pack(load_pretrained(args.model, dtype, device))
-    rows = []
-    with samples_file.open("a", encoding="utf-8") as file:
-        def write(new: list[dict]) -> None:
-            file.write(lines_of(new))
-            file.flush()
+    with only_one(samples_file):
+        if args.overwrite:
+            samples_file.unlink(missing_ok=True)
+        kept = resume(samples_file, settings, taus, len(questions))
+        n_kept = sum(map(len, kept.values()))
+        print(f"{args.model} on {device}, {settings['dtype']} ({reason}); {len(questions)} questions of {args.data or args.task}"
+              f"{f', {n_kept} of {len(questions) * len(taus)} answers are there' if n_kept else ''}", flush=True)
+        print(f"{samples_file}{', programs run in mode ' + settings['sandbox'] if args.task == 'humaneval' else ''}", flush=True)
+        model = pack(load_pretrained(args.model, dtype, device))
+        if n_kept < len(questions) * len(taus):  # a warm-up that does not count
+            generate(model, tokenizer, [q.messages for q in questions[: args.batch_size]], 1.0, max_new_tokens=2)
+        with samples_file.open("a", encoding="utf-8") as file:
+            def write(new: list[dict]) -> None:
+                file.write(lines_of(new))
+                file.flush()
 
-        for tau in taus:
-            rows.append(evaluate(model, tokenizer, questions, task, tau, args.block_size, args.batch_size, args.max_new_tokens, args.cache,
-                                 args.measure, args.quiet, args.hold, kept[tau], write))
+            how = (args.block_size, args.batch_size, args.max_new_tokens, args.cache, args.measure, args.quiet, args.hold)
+            rows = [evaluate(model, tokenizer, questions, task, tau, *how, kept[tau], write) for tau in taus]
     for r in rows:  # tokens per forward alone can be noise said quickly: how many answers are those of the first tau?
         r["identical_to_first_tau"] = sum(a["ids"] == b["ids"] for a, b in zip(rows[0]["samples"], r["samples"])) / len(questions)
-    against = compare(rows, args.against) if args.against else []
+    against = compare(rows, others) if others else []
     for r in rows:
         del r["samples"]
     show(rows, against, args.against)

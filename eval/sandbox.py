@@ -3,9 +3,12 @@
     passed, reason = run(program, test, seconds=10)
 
 A guard process (this file, started with `python -I`) forks the program and outlives it. The program has a temporary folder of its own
-that is deleted, and limits on time, memory, processes, open files, file size and output. On Linux, where the kernel allows namespaces,
-it has no network, sees no other process, and can write in its folder only; elsewhere Python itself refuses it sockets. A guard that is
-root turns it into the user nobody. When it ends, or its time does, everything it started is killed.
+that is deleted, and limits on time, memory of a process, processes, open files, size of files and output; if the guard is root, it runs
+as nobody. What it started is killed when it ends or its time does. Two modes, of which `mode()` tells:
+
+    namespaces   Linux, where the kernel allows them: no network, no signals to other processes, nothing to write on but its folder
+    limits       elsewhere: Python's own sockets are refused, files are protected by the user's rights alone, and off Linux a process
+                 that left the program's group is not found
 
 It passes only if it reaches the end of its test: an exit code, whatever it is, is no pass. This stops mistakes (endless loops, files
 deleted, calls home), not an attacker: the program may read what you can read, and code that sets out to fake a pass can find the secret
@@ -41,20 +44,50 @@ def run(program: str, test: str = "", seconds: float = 10.0, namespaces: bool = 
 
     limits: other values for those in LIMITS. namespaces False: as on a system that has none.
     """
-    with tempfile.TemporaryDirectory(prefix="mars-program-", ignore_cleanup_errors=True) as folder:
-        ask = {"program": program, "test": test, "seconds": seconds, "folder": folder, "limits": LIMITS | limits,
-               "namespaces": namespaces}
-        guard = subprocess.run([sys.executable, "-I", __file__], input=json.dumps(ask), capture_output=True, text=True, encoding="utf-8",
-                               timeout=seconds + 60)
-    if guard.returncode == -signal.SIGKILL:
-        return False, "killed its guard"
-    if guard.returncode or not guard.stdout:
-        raise RuntimeError(f"the guard of model-written code failed: {guard.stderr[-500:]}")
-    answer = json.loads(guard.stdout)
+    answer = ask_guard({"program": program, "test": test, "seconds": seconds, "limits": LIMITS | limits, "namespaces": namespaces})
     return answer["passed"], answer["reason"]
 
 
+def mode() -> str:
+    """namespaces | limits. Raises UserError where programs cannot run at all."""
+    from model import UserError
+
+    if not hasattr(os, "fork"):
+        raise UserError(f"model-written programs need os.fork, which {sys.platform} has not; run them on Linux, macOS or WSL")
+    answer = ask_guard({"program": "import heapq, decimal, socket", "test": "", "seconds": 30.0, "limits": LIMITS, "namespaces": True})
+    if not answer["passed"]:
+        raise UserError(f"model-written programs cannot run here ({answer['reason']}). As root, Python's own library must lie where "
+                        f"everybody may read, not only root: it is in {os.path.dirname(os.__file__)}")
+    return answer["mode"]
+
+
+def ask_guard(ask: dict) -> dict:
+    with tempfile.TemporaryDirectory(prefix="mars-program-", ignore_cleanup_errors=True) as folder:
+        text = json.dumps(ask | {"folder": folder})
+        try:
+            guard = subprocess.run([sys.executable, "-I", __file__], input=text, capture_output=True, text=True, encoding="utf-8",
+                                   timeout=ask["seconds"] + 60)
+        except subprocess.TimeoutExpired:
+            return {"passed": False, "reason": "could not be stopped"}
+    if guard.returncode < 0:
+        return {"passed": False, "reason": "ended its guard"}
+    if guard.returncode:
+        raise RuntimeError(f"the guard of model-written code failed: {guard.stderr[-500:]}")
+    return json.loads(guard.stdout)
+
+
 # ------------------------------------------------------------------------------------- in the guard, a process of its own
+
+
+def can_isolate(folder: str, limits: dict) -> bool:
+    """Whether isolate() works here, tried in a process that then ends: half of it would be worse than none."""
+    pid = os.fork()
+    if pid == 0:
+        worked = False
+        with suppress(OSError):
+            worked = isolate(folder, limits)
+        os._exit(0 if worked else 1)
+    return os.waitpid(pid, 0)[1] == 0
 
 
 def isolate(folder: str, limits: dict) -> bool:
@@ -100,7 +133,9 @@ def confine(folder: str, seconds: float, limits: dict) -> None:
             os.setgroups([])
             os.setgid(NOBODY)
             os.setuid(NOBODY)
-        libc.capset((ctypes.c_uint32 * 2)(CAP_VERSION_3, 0), (ctypes.c_uint32 * 6)(keep, keep))
+        for caps in (keep, 0):  # a container may not have the first to give
+            if libc.capset((ctypes.c_uint32 * 2)(CAP_VERSION_3, 0), (ctypes.c_uint32 * 6)(caps, caps)) == 0:
+                break
         libc.prctl(SET_NO_NEW_PRIVS, 1, 0, 0, 0)
         libc.prctl(SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
@@ -120,25 +155,27 @@ def child(ask: dict, folder: str, word: str, result: int, output: int) -> None:
         os.write(result, f"left with exit code {e.code}"[:500].encode())
     except BaseException as e:
         with suppress(BaseException):
-            os.write(result, f"{type(e).__name__}: {e}"[:500].encode("utf-8", "replace"))
+            last = (str(e).strip().splitlines() or [""])[-1]
+            os.write(result, f"{type(e).__name__}: {last}"[:500].encode("utf-8", "replace"))
     finally:
         os._exit(0)
 
 
 def kill_all(pid: int) -> None:
     """Kill the program and all it started: with namespaces the kernel does it, without them orphans come to the guard one by one."""
-    with suppress(ProcessLookupError):
+    with suppress(OSError):
         os.killpg(pid, signal.SIGKILL)
-    with suppress(ProcessLookupError):
+    with suppress(OSError):
         os.kill(pid, signal.SIGKILL)
-    while True:
+    end = time.monotonic() + 30
+    while time.monotonic() < end:
         try:
             gone, _ = os.waitpid(-1, os.WNOHANG)
         except ChildProcessError:
             return
         if gone == 0:
             for each in children():
-                with suppress(ProcessLookupError):
+                with suppress(OSError):
                     os.kill(each, signal.SIGKILL)
             time.sleep(0.005)
 
@@ -181,10 +218,10 @@ def guard() -> None:
     word, folder = secrets.token_hex(16), ask["folder"]
     if os.geteuid() == 0:
         os.chmod(folder, 0o777)  # for nobody
+    isolated = False
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # orphaned grandchildren become the guard's children
-        if ask["namespaces"]:
-            isolate(folder, ask["limits"])
+        isolated = ask["namespaces"] and can_isolate(folder, ask["limits"]) and isolate(folder, ask["limits"])
     result, result_end = os.pipe()
     output, output_end = os.pipe()
     pid = os.fork()
@@ -196,7 +233,8 @@ def guard() -> None:
     os.close(output_end)
     reason = watch(pid, result, output, ask)
     kill_all(pid)
-    print(json.dumps({"passed": reason == word, "reason": "passed" if reason == word else reason.replace(word, "")}))
+    said = "passed" if reason == word else reason.replace(word, "")
+    print(json.dumps({"passed": reason == word, "reason": said, "mode": "namespaces" if isolated else "limits"}))
 
 
 if __name__ == "__main__":

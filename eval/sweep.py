@@ -2,13 +2,14 @@
 
     python -m eval.sweep --model tiny-mars --blocks 2,4,5 --out out/sweep.json --plot out/sweep.png
 
-Each batch of questions is answered by one token at a time (`ar`), Jacobi decoding and every setting in turn, so that all share whatever
-else the machine does; a speed-up is the median over the batches of tokens per second over `ar`. The same command goes on where it was
-interrupted. --model may name several, with commas: trained with other block sizes, or before MARS.
+Each batch of questions is answered by one token at a time (`ar`), Jacobi decoding and every setting in turn, each time beginning with
+another one, so that all share whatever else the machine does; a speed-up is the median over the batches of tokens per second over `ar`.
+The same command goes on where it was interrupted. --model may name several, with commas: trained with other block sizes, or before MARS.
 """
 
 import argparse
 import json
+import math
 import statistics
 import sys
 from pathlib import Path
@@ -18,10 +19,10 @@ from tqdm import tqdm
 
 from data import ChatTokenizer
 from decode import MEASURES, generate
-from eval import jacobi
-from eval.results import command, provenance, weights_sha256, write_results
-from eval.run import answer, lines_of, read_samples, summary
-from eval.tasks import TASKS
+from eval import jacobi, sandbox
+from eval.results import command, model_sha256, provenance, write_results
+from eval.run import answer, lines_of, only_one, read_samples, read_taus, summary
+from eval.tasks import TASKS, questions_sha256
 from model import UserError, load_pretrained, pack, pick_device, pick_dtype, resolve
 
 TAUS = {"probability": "0.99,0.95,0.9,0.8,0.7,0.6,0.5", "margin": "0.99,0.9,0.8,0.6,0.4,0.2,0", "entropy": "0.02,0.1,0.2,0.4,0.7,1,1.5"}
@@ -52,8 +53,17 @@ def sayer(s: Setting, model, tokenizer, max_new_tokens: int):
     return lambda prompts: generate(model, tokenizer, prompts, s.tau, s.block_size, max_new_tokens, measure=s.measure)
 
 
+def in_turn(listed: list[Setting], n_rounds: int, i: int) -> list[Setting]:
+    """The order of round i: all settings, beginning further on in each round, so that each is as often near `ar` as far from it."""
+    at = i * len(listed) // n_rounds % len(listed)
+    return listed[at:] + listed[:at]
+
+
 def summarize(listed: list[Setting], samples: list[dict], batch_size: int) -> list[dict]:
-    """A row per setting, in order, with its speed-up over `ar` of the same model and the share of answers that are the same as there."""
+    """A row per setting, in order, with its speed-up over `ar` of the same model and the share of answers that are the same as there.
+
+    A last batch that is shorter than the others has no part in the speed-up.
+    """
     by = {s: [] for s in listed}
     for sample in samples:
         by[Setting(*sample["setting"])].append(sample)
@@ -61,17 +71,19 @@ def summarize(listed: list[Setting], samples: list[dict], batch_size: int) -> li
     for s, mine in by.items():
         plain = by[Setting(s.model, "ar", 1, "probability", 1.0)]
         rate = lambda of: sum(len(x["ids"]) for x in of) / sum(x["seconds"] for x in of)
-        ratios = [rate(mine[i : i + batch_size]) / rate(plain[i : i + batch_size]) for i in range(0, len(mine), batch_size)]
+        whole = range(0, max(batch_size, len(mine) - batch_size + 1), batch_size)
+        ratios = [rate(mine[i : i + batch_size]) / rate(plain[i : i + batch_size]) for i in whole]
         rows.append({**s._asdict(), **summary(mine), "speedup": statistics.median(ratios),
                      "identical_to_ar": sum(a["ids"] == b["ids"] for a, b in zip(mine, plain)) / len(mine)})  # fmt: skip
     return rows
 
 
 def steepest(rows: list[dict]) -> list[dict]:
-    """For each curve the two neighbouring settings between which accuracy falls most: is there a cliff, and where?"""
+    """For each curve the two neighbouring taus between which accuracy falls most, from slow to fast: is there a cliff, and where?"""
     found = []
     for key in dict.fromkeys((r["model"], r["block_size"], r["measure"]) for r in rows if r["method"] == "mars"):
         curve = [r for r in rows if r["method"] == "mars" and (r["model"], r["block_size"], r["measure"]) == key]
+        curve.sort(key=lambda r: r["tau"], reverse=key[2] != "entropy")
         drops = [(a["accuracy"] - b["accuracy"], a["tau"], b["tau"]) for a, b in zip(curve, curve[1:])]
         if drops and max(drops)[0] > 0:
             drop, before, after = max(drops)
@@ -79,12 +91,23 @@ def steepest(rows: list[dict]) -> list[dict]:
     return found
 
 
+def short(models) -> dict[str, str]:
+    """{model: the end of its path, as much as tells it from the others}."""
+    models = list(dict.fromkeys(models))
+    for n in range(1, 20):
+        names = ["/".join(Path(m).parts[-n:]) for m in models]
+        if len(set(names)) == len(models):
+            break
+    return dict(zip(models, names))
+
+
 def markdown(rows: list[dict]) -> str:
     """The paper's Table 8 for each measure: a line per tau, a column per model and block size, "right at tokens per forward"."""
     lines = []
-    many = len({r["model"] for r in rows}) > 1
+    names = short(r["model"] for r in rows)
+    many = len(names) > 1
     cell = lambda r: f"{100 * r['accuracy']:.1f} % at {r['tokens_per_forward']:.2f}"
-    label = lambda r: (f"{Path(r['model']).name}, " if many else "") + f"B={r['block_size']}"
+    label = lambda r: (f"{names[r['model']]}, " if many else "") + f"B={r['block_size']}"
     for measure in dict.fromkeys(r["measure"] for r in rows if r["method"] == "mars"):
         mine = [r for r in rows if r["method"] == "mars" and r["measure"] == measure]
         columns = list(dict.fromkeys(label(r) for r in mine))
@@ -95,7 +118,7 @@ def markdown(rows: list[dict]) -> str:
     for r in rows:
         if r["method"] != "mars":
             name = "one token at a time" if r["method"] == "ar" else f"Jacobi, {r['block_size']} a forward"
-            lines.append(f"| {name}{', ' + Path(r['model']).name if many else ''} | {cell(r)} | {r['speedup']:.2f}x |")
+            lines.append(f"| {name}{', ' + names[r['model']] if many else ''} | {cell(r)} | {r['speedup']:.2f}x |")
     return "\n".join(lines[1:])
 
 
@@ -109,7 +132,7 @@ def plot(rows: list[dict], file: Path) -> None:
     except ImportError:
         raise UserError("--plot: pip install matplotlib") from None
     figure, axes = plt.subplots(1, 2, figsize=(11, 4.2), sharey=True, layout="constrained")
-    many, curve_of = len({r["model"] for r in rows}) > 1, lambda r: (r["model"], r["method"], r["block_size"], r["measure"])
+    names, curve_of = short(r["model"] for r in rows), lambda r: (r["model"], r["method"], r["block_size"], r["measure"])
     widths = list(dict.fromkeys((r["model"], r["block_size"]) for r in rows))  # these by colour, measures by line and point
     looks = {"probability": ("o", "-"), "entropy": ("D", "--"), "margin": ("v", ":")}
     for axis, x, name in zip(axes, ("tokens_per_forward", "speedup"), ("tokens per forward", "tokens per second, one token at a time = 1")):
@@ -120,7 +143,7 @@ def plot(rows: list[dict], file: Path) -> None:
             y = [100 * r["accuracy"] for r in mine]
             bars = [[100 * (r["accuracy"] - r["low"]) for r in mine], [100 * (r["high"] - r["accuracy"]) for r in mine]]
             marker, line = looks[measure] if method == "mars" else ("s" if method == "ar" else "*", "none")
-            label, colour = f"{Path(model).name}: {text}" if many else text, f"C{widths.index((model, block_size)) % 10}"
+            label, colour = f"{names[model]}: {text}" if len(names) > 1 else text, f"C{widths.index((model, block_size)) % 10}"
             axis.errorbar([r[x] for r in mine], y, bars, label=label, color=colour, marker=marker, ls=line,
                           ms=4 if method == "mars" else 9, lw=1.2, elinewidth=0.4)
         axis.set_xlabel(name)
@@ -133,14 +156,9 @@ def plot(rows: list[dict], file: Path) -> None:
     print(f"wrote {file}")
 
 
-def numbers(parser, option: str, text: str, kind, least) -> list:
-    try:
-        values = [kind(v) for v in text.split(",")]
-    except ValueError:
-        values = [least - 1]
-    if min(values) < least:
-        parser.error(f"--{option} {text}: must be numbers of at least {least} with commas between")
-    return list(dict.fromkeys(values))
+def brief(value) -> str:
+    text = repr(value)
+    return text if len(text) < 80 else text[:77] + "..."
 
 
 @command
@@ -170,53 +188,59 @@ def main(argv=None) -> int:
     add("--quiet", action="store_true", help="no progress bar")
     add("--json", action="store_true", help="one JSON object as the last line")
     args = parser.parse_args(argv)
-    measures = args.measures.split(",")
+    measures = list(dict.fromkeys(args.measures.split(",")))
     if unknown := [m for m in measures if m not in MEASURES]:
         parser.error(f"--measures {','.join(unknown)}: allowed are {', '.join(MEASURES)}")
-    if args.limit < 1 or args.batch_size < 1 or (args.max_new_tokens is not None and args.max_new_tokens < 1):
-        parser.error("--limit, --batch-size and --max-new-tokens must be at least 1")
+    for option in ("limit", "batch_size", "max_new_tokens"):
+        if (value := getattr(args, option)) is not None and value < 1:
+            parser.error(f"--{option.replace('_', '-')} {value}: must be at least 1")
     if args.task == "humaneval" and not args.allow_code:
         parser.error("--task humaneval runs programs that the model writes: read the README on it, then add --allow-code")
-    blocks = numbers(parser, "blocks", args.blocks, int, 1) if args.blocks else []
-    taus = {m: numbers(parser, f"tau-{m}", getattr(args, f"tau_{m}"), float, 0) for m in measures}
-    names, task = args.model.split(","), TASKS[args.task]
+    blocks = list(dict.fromkeys(args.blocks.split(","))) if args.blocks else []
+    if wrong := [b for b in blocks if not (b.isdecimal() and int(b))]:
+        parser.error(f"--blocks {','.join(wrong)}: must be whole numbers of at least 1 with commas between")
+    blocks = list(map(int, blocks))
+    taus = {m: read_taus(parser, getattr(args, f"tau_{m}"), m, f"tau-{m}") for m in measures}
+    names, task = list(dict.fromkeys(args.model.split(","))), TASKS[args.task]
     args.max_new_tokens = args.max_new_tokens or task.max_new_tokens
     device = pick_device(args.device)
     dtype, reason = pick_dtype(device, args.dtype)
-    questions = task.read(args.data)[: args.limit]
+    every = task.read(args.data)
+    questions = every[: args.limit]
     tokenizers = {name: ChatTokenizer.from_pretrained(name) for name in names}
     origin = provenance(device, dtype, str(args.data) if args.data else None)
     listed = settings_of({n: t.mars.get("block_size", 4) for n, t in tokenizers.items()}, blocks, measures, taus, not args.no_jacobi)
     about = {k: getattr(args, k) for k in ("task", "limit", "batch_size", "max_new_tokens")} | {"settings": [list(s) for s in listed]}
-    about |= {"dtype": origin["dtype"], "data_sha256": origin["data_sha256"], "weights_sha256": [weights_sha256(resolve(n)) for n in names]}
-
+    about |= {"device": origin["device"], "dtype": origin["dtype"], "questions_sha256": questions_sha256(every)}
+    about["models_sha256"] = [model_sha256(resolve(name)) for name in names]
+    if args.task == "humaneval":
+        about["sandbox"] = sandbox.mode()
     file = args.out.with_name(args.out.stem + ".samples.jsonl")
-    if args.overwrite:
-        file.unlink(missing_ok=True)
-    before, samples = read_samples(file) if file.is_file() else ({}, [])
-    if before and before != about:
-        changed = [k for k in about if before.get(k) != about[k]]
-        raise UserError(f"{file} was made with other settings ({', '.join(changed)}): name another --out, or --overwrite")
-    per_round = len(listed) * args.batch_size
-    samples = samples if len(samples) == len(listed) * len(questions) else samples[: len(samples) // per_round * per_round]  # whole rounds
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(lines_of([{"settings": about}, *samples]), encoding="utf-8")
-    print(f"{args.model} on {device}, {origin['dtype']} ({reason}); {len(listed)} settings, {len(questions)} questions of "
-          f"{args.data or args.task}\n{file}", flush=True)
-    models = {name: pack(load_pretrained(name, dtype, device)) for name in names}
-    say = {s: sayer(s, models[s.model], tokenizers[s.model], args.max_new_tokens) for s in listed}
-    if len(samples) < len(listed) * len(questions):
-        for s in listed:  # a warm-up that does not count
-            say[s]([q.messages for q in questions[: args.batch_size]][:2])
-    n_done = len(samples) // len(listed)
-    with tqdm(total=len(questions) * len(listed), initial=len(samples), unit="answer", disable=args.quiet, dynamic_ncols=True) as bar:
-        for i in range(n_done, len(questions), args.batch_size):
-            for s in listed:
-                new = [{"setting": list(s), **x} for x in answer(questions[i : i + args.batch_size], i, task, say[s])]
-                samples += new
-                with file.open("a", encoding="utf-8") as f:
-                    f.write(lines_of(new))
-                bar.update(len(new))
+    with only_one(file):
+        if args.overwrite:
+            file.unlink(missing_ok=True)
+        before, samples = read_samples(file) if file.is_file() else ({}, [])
+        if before and (changed := [f"{k} was {brief(before.get(k))}, is {brief(v)}" for k, v in about.items() if before.get(k) != v]):
+            raise UserError(f"{file} was made with other settings: {'; '.join(changed)}. Name another --out, or --overwrite")
+        per_round, n_all = len(listed) * args.batch_size, len(listed) * len(questions)
+        samples = samples if len(samples) == n_all else samples[: len(samples) // per_round * per_round]  # whole rounds
+        file.write_text(lines_of([{"settings": about}, *samples]), encoding="utf-8")
+        print(f"{args.model} on {device}, {origin['dtype']} ({reason}); {len(listed)} settings, {len(questions)} questions of "
+              f"{args.data or args.task}\n{file}", flush=True)
+        models = {name: pack(load_pretrained(name, dtype, device)) for name in names}
+        say = {s: sayer(s, models[s.model], tokenizers[s.model], args.max_new_tokens) for s in listed}
+        if len(samples) < n_all:  # a warm-up that does not count
+            for name in names:
+                generate(models[name], tokenizers[name], [q.messages for q in questions[: args.batch_size]], 0.9, max_new_tokens=8)
+        n_rounds = math.ceil(len(questions) / args.batch_size)
+        with tqdm(total=n_all, initial=len(samples), unit="answer", disable=args.quiet, dynamic_ncols=True) as bar:
+            for i in range(len(samples) // len(listed), len(questions), args.batch_size):
+                for s in in_turn(listed, n_rounds, i // args.batch_size):
+                    new = [{"setting": list(s), **x} for x in answer(questions[i : i + args.batch_size], i, task, say[s])]
+                    samples += new
+                    with file.open("a", encoding="utf-8") as f:
+                        f.write(lines_of(new))
+                    bar.update(len(new))
     rows = summarize(listed, samples, args.batch_size)
     cliffs = steepest(rows)
     print("\n" + markdown(rows) + "\n")

@@ -1,14 +1,16 @@
 """The tasks of eval.run: what is asked, what is right. Every task is a way to read questions and a way to score an answer's text.
 
     arithmetic   generated problems, or with --data any chats whose answers end in "#### number"; an answer without #### is wrong
-    gsm8k        the number after the last ####, else in the last \\boxed{}, else the last number
+    gsm8k        the number after the last #### that has one, else in the last \\boxed{}, else the last number
     svamp        the same, of one-step word problems
     humaneval    the function passes its tests, in eval/sandbox.py
 """
 
 import ast
 import gzip
+import hashlib
 import json
+import math
 import re
 import textwrap
 import warnings
@@ -33,24 +35,30 @@ class Task(NamedTuple):
     max_new_tokens: int = 256
 
 
+def questions_sha256(questions: list[Question]) -> str:
+    """Of what is asked and what is right: equal for equal tasks, wherever their data came from."""
+    text = json.dumps([[q.messages, q.gold, q.row] for q in questions], sort_keys=True, ensure_ascii=False)
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
+
+
 # ------------------------------------------------------------------------------------------------------------ numbers
 
-NUMBER = re.compile(r"(?:(?<![\w.,)\]}])[-−])?\$?(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|(?<![0-9])\.[0-9]+")
+DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|(?<![0-9])\.[0-9]+"
+NUMBER = re.compile(rf"(?:(?<![\w.,)\]}}])[-\u2212])?\$?(?<!\^)(?<!\^\{{)(?:{DIGITS})")  # not an exponent
 
 
 def last_number(text: str) -> float | None:
-    """After the last ####, else in the last \\boxed{}, else the last one anywhere; None where there is none.
+    """The number after the last "####" that has one, else in the last \\boxed{}, else the last one anywhere; None where there is none.
 
     "$29.00", "29." and "\\boxed{29}" are 29, "1,000" is 1000, a minus counts unless something stands before it ("9-4" ends in 4).
     """
-    if "####" in text:
-        text, which = text.rpartition("####")[2].split("\n")[0], 0
-    elif boxed := re.findall(r"\\boxed\{((?:[^{}]|\{[^{}]*\})*)\}", text):
-        text, which = boxed[-1], -1
-    else:
-        which = -1
-    found = NUMBER.findall(text)
-    return float(found[which].replace("−", "-").replace("$", "").replace(",", "")) if found else None
+    for latex, plain in (("{,}", ","), ("\\,", ""), ("\\!", ""), ("\\$", "$")):
+        text = text.replace(latex, plain)
+    marked = re.findall(rf"####[\s*:]*({NUMBER.pattern})", text)
+    boxed = re.findall(r"\\boxed\{((?:[^{}]|\{[^{}]*\})*)\}", text)
+    found = marked or NUMBER.findall(boxed[-1] if boxed else text)
+    value = float(found[-1].replace("\u2212", "-").replace("$", "").replace(",", "")) if found else math.nan
+    return value if math.isfinite(value) else None
 
 
 def score_number(number: Callable) -> Callable:
@@ -63,7 +71,7 @@ def score_number(number: Callable) -> Callable:
     return score
 
 
-def read_arithmetic(file, n: int = 2000) -> list[Question]:
+def read_arithmetic(file, n: int = 5000) -> list[Question]:
     return numbered(read_chats(file) if file else [p.messages() for p in arithmetic("test", n)], file)
 
 
@@ -119,8 +127,7 @@ def rows(file, fields: tuple) -> list[tuple[str, dict]]:
 # -------------------------------------------------------------------------------------------------------- HumanEval
 
 ASK = "Write this Python function. Answer with the whole function in one code block.\n\n```python\n{}\n```"
-FENCE = re.compile(r"^[ \t]*```[^\n`]*\n(.*?)(?:^[ \t]*```|\Z)", re.M | re.S)
-
+FENCE = re.compile(r"(?<!\S)```[^\n`]*\n(.*?)(?:^[ \t]*```|\Z)", re.M | re.S)  # an unclosed block goes on to the end
 CODE = re.compile(r"^(?:from |import |def |class |async def |@|[A-Z_]+ = )", re.M)  # what a program may begin with
 
 
@@ -149,24 +156,22 @@ def longest_program(code: str, least: int = 0) -> str | None:
 def program_of(text: str, row: dict) -> str:
     """The program that an answer means. Decided by syntax alone, never by what passes.
 
-    Code blocks up to the first that defines the function (helpers may come in blocks of their own), else the text from its first line
-    of code, else the text as the function's body. The prompt's imports and helpers come first.
+    The first code block that defines the function with a body, and of the other blocks those that only define or import; without such a
+    block the text from its first line of code, else the text (or block) as the function's body. The prompt's imports and helpers come
+    first.
     """
     name, prompt = row["entry_point"], row["prompt"]
     defines = re.compile(rf"^(?:async )?def {re.escape(name)}\b", re.M)
     before = prompt[: defines.search(prompt).start()] if defines.search(prompt) else ""
-    blocks = FENCE.findall(text)
-    whole = next((i for i, b in enumerate(blocks) if defines.search(textwrap.dedent(b))), None)
-    if whole is not None:
-        parts = [textwrap.dedent(b) for b in blocks[: whole + 1]]
-        helpers = [p for p in parts[:-1] if compiles(p)]
-        least = parts[-1][: defines.search(parts[-1]).end()].count("\n") + 1
-        if code := longest_program(parts[-1], least):
-            return "\n".join([before, *helpers, code])
-    if not blocks and (found := defines.search(text)):
+    blocks = [textwrap.dedent(block) for block in FENCE.findall(text)]
+    for i, block in enumerate(blocks):
+        if code := defining(block, defines, name):
+            others = [b for b in (*blocks[:i], *blocks[i + 1 :]) if only_defines(b) and not defines.search(b)]
+            return joined(before, *others, code)
+    if found := defines.search(text):
         for start in (m.start() for m in CODE.finditer(text[: found.end()])):
-            if code := longest_program(text[start:], text[start : found.end()].count("\n") + 1):
-                return f"{before}\n{code}"
+            if code := defining(text[start:], defines, name):
+                return joined(before, code)
     head, given = prompt.rstrip(), (blocks[0] if blocks else text).strip("\n")
     forms = [form for body in (given, given.expandtabs(4))
              for form in (body, "    " + body.lstrip(), textwrap.indent(textwrap.dedent(body), "    "))]  # fmt: skip
@@ -175,10 +180,36 @@ def program_of(text: str, row: dict) -> str:
                default=f"{before}\n{text}")  # which fails, and the sample file shows why
 
 
+def defining(code: str, defines: re.Pattern, name: str) -> str | None:
+    """The longest program in code that defines the function, with a body."""
+    found = defines.search(code)
+    program = longest_program(code, code[: found.end()].count("\n") + 1) if found else None
+    return program if program and has_body(program, name) else None
+
+
+def statements(code: str) -> list:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return ast.parse(code).body
+
+
 def has_body(code: str, name: str) -> bool:
-    """Whether the function is more than its docstring."""
-    return any(isinstance(d, ast.FunctionDef | ast.AsyncFunctionDef) and d.name == name and len(d.body) > (ast.get_docstring(d) is not None)
-               for d in ast.walk(ast.parse(code)))  # fmt: skip
+    """Whether the function does more than have a docstring, `pass` or `...`."""
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
+    bodies = [d.body for d in statements(code) if isinstance(d, kinds) and d.name == name]
+    empty = lambda s: isinstance(s, ast.Pass) or isinstance(s, ast.Expr) and isinstance(s.value, ast.Constant)
+    return any(not empty(s) for body in bodies for s in body)
+
+
+def only_defines(code: str) -> bool:
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom, ast.Assign, ast.AnnAssign)
+    return compiles(code) and all(isinstance(s, kinds) for s in statements(code))
+
+
+def joined(*parts: str) -> str:
+    """The parts one behind the other; `from __future__` lines must come before all else."""
+    future = re.compile(r"^from __future__ import [^\n]*$", re.M)
+    return "\n".join([*(line for p in parts for line in future.findall(p)), *(future.sub("", p) for p in parts)])
 
 
 def score_humaneval(text: str, question: Question) -> tuple[str, bool]:

@@ -34,7 +34,9 @@ def test_a_run_is_written_with_where_it_comes_from(model_dir, tmp_path, capsys):
     result, last = json.loads(out.read_text()), json.loads(capsys.readouterr().out.splitlines()[-1])
     assert {k: result[k] for k in last} == last and set(last) == {"task", "n", "rows"}
     assert {"command", "commit", "torch", "machine", "device", "dtype", "seed", "data_sha256"} <= set(result)
-    assert result["settings"]["weights_sha256"] == hashlib.sha256((model_dir / "model.safetensors").read_bytes()).hexdigest()
+    files = sorted(p for p in model_dir.iterdir() if p.name != "trainer_state.pt")
+    assert result["settings"]["model_sha256"] == hashlib.sha256(b"".join(p.read_bytes() for p in files)).hexdigest()
+    assert result["settings"]["questions_sha256"] == tasks.questions_sha256(tasks.read_arithmetic(None))
     samples = answer_rows(out)
     assert {"prompt", "text", "gold", "extracted", "correct", "accepted", "stop_reason"} <= set(samples[0])
     assert result["rows"][0]["identical_to_first_tau"] == 1 > result["rows"][1]["identical_to_first_tau"]
@@ -51,6 +53,8 @@ def test_an_interrupted_run_goes_on(model_dir, tmp_path, monkeypatch, capsys):
     real, asked = run.generate, []
 
     def counted(model, tokenizer, prompts, *more, **named):
+        if named.get("max_new_tokens") == 2:  # the warm-up
+            return real(model, tokenizer, prompts, *more, **named)
         if len(asked) == 4:
             raise KeyboardInterrupt
         asked.append(len(prompts))
@@ -73,6 +77,8 @@ def test_an_interrupted_run_goes_on(model_dir, tmp_path, monkeypatch, capsys):
     assert without_times(answer_rows(tmp_path / "straight.json")) == without_times(answer_rows(out))
     asked[:] = []
     assert run.main([*argv, str(out), "--limit", "8"]) == 0 and asked == [2, 2]  # more questions: only the last, shorter batches anew
+    asked[:] = []
+    assert run.main([*argv, str(out), "--limit", "5"]) == 0 and asked == [2, 2]  # fewer: 3..4 were answered with 5
     capsys.readouterr()
     assert run.main([*argv, str(out), "--max-new-tokens", "8"]) == 2
     assert "max_new_tokens was 9, is 8" in capsys.readouterr().err
@@ -91,7 +97,23 @@ def test_two_runs_are_compared_question_by_question(model_dir, tmp_path, capsys)
     file = tmp_path / "one.samples.jsonl"
     file.write_text(file.read_text().replace("How many", "How much"))
     assert run.main([*argv, str(tmp_path / "two.json"), "--tau", "1", "--against", str(tmp_path / "one.json")]) == 2
-    assert "is another one there" in capsys.readouterr().err
+    assert "its question 0 is another one" in capsys.readouterr().err
+    argv = ["--model", "none there", "--tau", "1,0.5", "--against"]  # found out before a model is loaded
+    assert run.main([*argv, str(tmp_path / "typo.json")]) == 2 and "there is no typo.samples.jsonl" in capsys.readouterr().err
+    file.write_text('{"settings": {}}\n{"setting": [], "index": 0}\n')
+    assert run.main([*argv, str(tmp_path / "one.json")]) == 2 and "not of eval.run" in capsys.readouterr().err
+    file.write_text((tmp_path / "two.samples.jsonl").read_text())
+    assert run.main([*argv, str(tmp_path / "one.json")]) == 2 and "has no tau 0.5; it has 1, 0" in capsys.readouterr().err
+
+
+def test_two_processes_do_not_share_a_file(tmp_path):
+    """Fault: answers of two runs at once in one file, of which the second's beginning deletes the first's."""
+    with run.only_one(tmp_path / "a.samples.jsonl"):
+        with run.only_one(tmp_path / "b.samples.jsonl"):
+            with pytest.raises(UserError, match="another process is writing it"), run.only_one(tmp_path / "a.samples.jsonl"):
+                pass
+    with run.only_one(tmp_path / "a.samples.jsonl"):
+        pass
 
 
 def test_paired_difference():
@@ -119,7 +141,7 @@ def test_right_answers_count_as_right(monkeypatch):
     assert row["accuracy"] == 0.75
 
 
-@pytest.mark.parametrize("argv", [["--tau", "x"], ["--limit", "0"], ["--batch-size", "0"]])
+@pytest.mark.parametrize("argv", [["--tau", "x"], ["--tau", "1,-1"], ["--tau", "nan"], ["--limit", "0"], ["--batch-size", "0"]])
 def test_impossible_options(argv, capsys):
     """Fault: a traceback for a typing error."""
     with pytest.raises(SystemExit) as e:

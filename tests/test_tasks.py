@@ -1,9 +1,11 @@
 """What counts as a right answer, and what happens to programs that models write."""
 
 import contextlib
+import functools
 import gzip
 import json
 import os
+import socket
 import sys
 from pathlib import Path
 
@@ -16,7 +18,10 @@ from model import UserError
 @pytest.mark.parametrize("text, number", [
     ("The total is 72 clips, altogether.", 72), ("$29.00", 29), ("29.", 29), ("\\boxed{29}", 29), ("1,000", 1000), ("-5", -5),
     ("#### ,", None), ("3 4", 4), ("1.5", 1.5), ("", None), ("no number", None), ("48-24", 24), ("x = -3.5%", -3.5), ("-$5", -5),
-    ("$-5", -5), ("12,345.67", 12345.67), ("1,2", 2), ("#### 72 of 100", 72), ("#### 5\nThat is 7", 5), ("#### none\n7", None),
+    ("$-5", -5), ("12,345.67", 12345.67), ("1,2", 2), ("#### 72 of 100", 72), ("#### 5\nThat is 7", 5), ("#### none\n7", 7),
+    ("#### Final answer\n\\boxed{18}", 18), ("#### Step 1: add 3+4=7\n#### Step 2: Total\nThe answer is 18.", 18), ("####\n72", 72),
+    ("#### **72**", 72), ("-.5", -0.5), ("-\\$5", -5), ("\\boxed{1{,}000}", 1000), ("\\boxed{1\\,000}", 1000), ("24\\text{ cm}^2", 24),
+    ("24 cm^{2}", 24), ("9" * 401, None),
     ("first \\boxed{1}, no, \\boxed{\\text{so } 2} of 3", 2), ("x \u22127", -7), (".5", 0.5), ("in 3.", 3), ("(-4)", -4), ("1234,567", 567),
 ])  # fmt: skip
 def test_last_number(text, number):
@@ -86,6 +91,15 @@ RIGHT = {
     "trailing prints": f"```python\n{HEAD}    return [2 * x for x in xs]\n\nprint(doubled([1]))\n```",
     "started as a script": f"```python\n{HEAD}    return [2 * x for x in xs]\n\nif __name__ == '__main__':\n    print(input())\n```",
     "indented fence": f"1. So:\n   ```python\n   {HEAD}       return [2 * x for x in xs]\n   ```",
+    "a usage block first": f"Use: \n```python\nprint(doubled([1]))\n```\n```python\n{HEAD}    return [2 * x for x in xs]\n```",
+    "a word of shell first": f"```\npytest\n```\n```python\n{HEAD}    return [2 * x for x in xs]\n```",
+    "the stub quoted first": f"```python\n{HEAD}    \"\"\"Twice each.\"\"\"\n    pass\n```\nSo:\n```python\n{HEAD}    return [2 * x for x in xs]\n```",
+    "a broken block first": f"```python\n{HEAD}    return [2 * x for\n```\nSo:\n```python\n{HEAD}    return [2 * x for x in xs]\n```",
+    "a helper behind": f"```python\n{HEAD}    return [twice(x) for x in xs]\n```\nwith\n```python\ndef twice(x):\n    return 2 * x\n```",
+    "the future": f"```python\nfrom __future__ import annotations\n\n{HEAD}    return [2 * x for x in xs]\n```",
+    "a fence behind words": f"Sure! ```python\n{HEAD}    return [2 * x for x in xs]\n```\nThis doubles each.",
+    "a fence in a list": f"1. ```python\n{HEAD}    return [2 * x for x in xs]\n```\nThis doubles each.",
+    "a strange escape": f"```python\n{HEAD}    pattern = '\\d'\n    return [2 * x for x in xs]\n```",
     "windows newlines": f"```python\r\n{HEAD}    return [2 * x for x in xs]\r\n```\r\n",
 }
 WRONG = {
@@ -111,7 +125,7 @@ def test_right_programs_in_any_form(kind):
 @pytest.mark.parametrize("kind", WRONG)
 def test_wrong_programs(kind, monkeypatch):
     """Fault: an exit code taken for a pass; a program picked because it passes."""
-    monkeypatch.setattr(sandbox.run, "__defaults__", ("", 2.0, True))
+    monkeypatch.setattr(sandbox, "run", functools.partial(sandbox.run, seconds=2.0))
     reason, passed = tasks.score_humaneval(WRONG[kind], tasks.Question([], "Test/0", ROW))
     assert not passed and reason != "passed" and "\n" not in reason
 
@@ -166,6 +180,37 @@ def test_programs_are_stopped(program, namespaces):
     assert not passed and STOPPED[program] in reason
 
 
+@pytest.mark.parametrize("namespaces", [True, False])
+def test_one_program_does_not_end_the_evaluation(namespaces):
+    """Fault: a program that ends its guard, or says several lines, breaks off all that follows."""
+    passed, reason = sandbox.run("import os, signal\nos.kill(os.getppid(), signal.SIGTERM)\nos.kill(-1, 9)", CHECK, namespaces=namespaces, seconds=2)
+    assert not passed and reason != "passed"
+    assert sandbox.run("raise ValueError('a\\nb')", CHECK, namespaces=namespaces) == (False, "ValueError: b")
+
+
+def test_the_mode_is_known(monkeypatch):
+    """Fault: every program fails, and a model gets 0, since Python's library cannot be read; a mode claimed that is not there."""
+    assert sandbox.mode() in ("namespaces", "limits")
+    monkeypatch.setattr(sandbox, "ask_guard", lambda ask: {"passed": False, "reason": "ModuleNotFoundError: No module named 'heapq'"})
+    with pytest.raises(UserError, match="heapq.*must lie where everybody may read"):
+        sandbox.mode()
+
+
+def test_no_network_below_python():
+    """Fault: what is kept from sockets is Python alone. The program calls the C library's, to a port that does answer."""
+    if sandbox.mode() != "namespaces":
+        pytest.skip("no namespaces here")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        program = f"""
+import ctypes, struct
+libc = ctypes.CDLL(None, use_errno=True)
+fd = libc.socket(2, 1, 0)
+address = struct.pack("=HH4s8x", 2, int.from_bytes(({server.getsockname()[1]}).to_bytes(2, "big"), "little"), bytes([127, 0, 0, 1]))
+assert fd > 0 and libc.connect(fd, address, 16) == -1, ctypes.get_errno()
+"""
+        assert sandbox.run(program) == (True, "passed")
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("namespaces", [True, False])
 def test_nothing_survives(namespaces, tmp_path):
@@ -188,5 +233,5 @@ def test_a_program_gets_a_folder_of_its_own_and_writes_nowhere_else(tmp_path):
     assert sandbox.run(GOOD + "import os\nassert os.listdir() == [] and set(os.environ) == {'HOME', 'TMPDIR', 'PATH'}\nopen('a', 'w').write('b')", CHECK)[0]
     assert sandbox.run(GOOD + "import os\nassert os.listdir() == []", CHECK)[0]
     sandbox.run(f"open({str(target)!r}, 'w').write('x')", CHECK)
-    if os.geteuid() == 0:  # else it takes namespaces, which not every system allows
+    if os.geteuid() == 0 or sandbox.mode() == "namespaces":
         assert not target.exists()
