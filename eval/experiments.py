@@ -38,6 +38,8 @@ SCORE = ["-m", "eval.run", "--model", "checkpoints/tiny-mars"]
 EXPERIMENTS = [
     Experiment("as it is", TRAIN),
     Experiment("longer blocks", [*TRAIN, "--block-size", "8"]),
+    Experiment("lower learning rate", [*TRAIN, "--lr", "2e-4"]),
+    Experiment("higher learning rate", [*TRAIN, "--lr", "2e-3"]),
     Experiment("no AR loss", [*TRAIN, "--ar-weight", "0"]),
     Experiment("blocks from the answer's start", [*TRAIN, "--anchor", "start"]),
     Experiment("the same with windows moved by two", [*TRAIN, "--anchor", "start"], score=["--hold", "2"]),
@@ -138,8 +140,8 @@ def main(argv=None) -> int:
             if {k: done.get(e.name, {}).get(k) for k in about} != about:
                 print(f"{e.name}: python {' '.join(e.command)}{f'   with   {e.new}' if e.old else ''}", flush=True)
                 rows = run(e, args.problems, args.seed, made)
-                done = finished() | {e.name: about | {"rows": rows}}
-                write_results(args.out, {"experiments": done, **provenance("cpu", torch.float32)})
+                done = finished() | {e.name: about | {"rows": rows, "made": provenance("cpu", torch.float32)}}
+                write_results(args.out, {"experiments": {name: done[name] for name in names if name in done}})
             shown = "tau {tau:g}: {accuracy:.1%} at {tokens_per_forward:.2f}"
             print("   ".join(shown.format(**r) for r in done[e.name]["rows"]), flush=True)
         print(table(done))
