@@ -20,7 +20,7 @@ from markupsafe import Markup
 from tqdm import tqdm
 
 from data import ChatTokenizer, arithmetic, final_number, read_chats
-from decode import Batch, Generation, Rules, StreamDecoder, as_tau, candidates, choose, generate, new_cache, one_token
+from decode import Batch, Generation, Rules, StreamDecoder, accept_prefix, as_tau, candidates, generate, new_cache, one_token
 from eval.plot import read_log, smooth
 from eval.results import command, provenance
 from eval.run import wilson
@@ -66,8 +66,8 @@ def trace(model, tokenizer, prompt, tau: float, block_size: int, max_new_tokens:
         masks = torch.full((1, ask.window - 1), rules.mask_id)
         hidden = model(torch.cat([pending, masks], 1).to(batch.device), cache=cache)[:, -ask.window :]  # (1, W, D)
         cache.advance(pending.shape[1])
-        ids, n = choose(model, hidden, ask, rules)
-        confidence = candidates(model.logits(hidden), rules)[1]
+        ids, confidence = (t.cpu() for t in candidates(model.logits(hidden), rules))                    # (1, W) each
+        n = accept_prefix(ids, confidence, ask.tau, ask.limit, rules.eos_ids)
         forwards.append(Forward(ids[0].tolist(), confidence[0].tolist(), int(n)))
         batch.forwarded()
         batch.take(ids, n)

@@ -127,16 +127,28 @@ def whole_batches(samples: list[dict], tau: float, n: int, batch_size: int) -> l
     return kept
 
 
+def same_run(file: Path, before: dict, settings: dict) -> None:
+    """Raises UserError naming every setting that is not what the file was made with. A new file has none."""
+    brief = lambda value: repr(value) if len(repr(value)) < 80 else repr(value)[:77] + "..."
+    changed = [f"{k} was {brief(before.get(k))}, is {brief(v)}" for k, v in settings.items() if before.get(k) != v]
+    if before and changed:
+        raise UserError(f"{file} was made with other settings: {'; '.join(changed)}. Name another --out, or --overwrite")
+
+
+def rewrite(file: Path, settings: dict, samples: list[dict]) -> None:
+    """The file with these samples alone, behind the settings; killed meanwhile, it is as before."""
+    beside = file.with_name(file.name + ".tmp")
+    beside.write_text(lines_of([{"settings": settings}, *samples]), encoding="utf-8")
+    beside.replace(file)
+
+
 def resume(file: Path, settings: dict, taus: list[float], n: int) -> dict[float, list[dict]]:
     """{tau: samples to keep}; the file then holds those and other taus', behind the settings. Raises UserError for another run's file."""
     before, samples = read_samples(file) if file.is_file() else ({}, [])
-    if before and (changed := [f"{k} was {before.get(k)!r}, is {v!r}" for k, v in settings.items() if before.get(k) != v]):
-        raise UserError(f"{file} was made with other settings: {'; '.join(changed)}. Name another --out, or --overwrite")
+    same_run(file, before, settings)
     kept = {tau: whole_batches(samples, tau, n, settings["batch_size"]) for tau in taus}
     others = [s for s in samples if s["tau"] not in kept or s["index"] >= n]
-    beside = file.with_name(file.name + ".tmp")
-    beside.write_text(lines_of([{"settings": settings}, *others, *(s for of in kept.values() for s in of)]), encoding="utf-8")
-    beside.replace(file)
+    rewrite(file, settings, [*others, *(s for of in kept.values() for s in of)])
     return kept
 
 
@@ -246,7 +258,7 @@ def main(argv=None) -> int:
         if (value := getattr(args, option)) is not None and value < least:
             parser.error(f"--{option.replace('_', '-')} {value}: must be at least {least}")
     if args.task == "humaneval" and not args.allow_code:
-        parser.error("--task humaneval runs Python programs that the model writes. They get limits, a folder of their own and no network, "
+        parser.error("--task humaneval runs Python programs that the model writes. They get limits and a folder of their own, "
                      "but read the README on what that does not protect; then add --allow-code")
     taus, task = read_taus(parser, args.tau or DEFAULT_TAUS[args.measure], args.measure), TASKS[args.task]
     args.max_new_tokens = args.max_new_tokens or task.max_new_tokens

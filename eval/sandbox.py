@@ -91,7 +91,7 @@ def can_isolate(folder: str, limits: dict) -> bool:
 
 
 def isolate(folder: str, limits: dict) -> bool:
-    """No network, no other processes, and nothing to write on but `folder`, for the children to come. False where that is not to be had."""
+    """For the children to come: no network, no signals to others, nothing to write on but `folder`. False where that is not to be had."""
     libc, root = ctypes.CDLL(None), os.geteuid() == 0
     ids = (("uid_map", os.getuid()), ("gid_map", os.getgid()))
     if libc.unshare(NEWNET | NEWPID | NEWIPC | NEWNS | (0 if root else NEWUSER)):

@@ -21,7 +21,7 @@ from data import ChatTokenizer
 from decode import MEASURES, generate
 from eval import jacobi, sandbox
 from eval.results import command, model_sha256, provenance, write_results
-from eval.run import answer, lines_of, only_one, read_samples, read_taus, summary
+from eval.run import answer, lines_of, only_one, read_samples, read_taus, rewrite, same_run, summary
 from eval.tasks import TASKS, questions_sha256
 from model import UserError, load_pretrained, pack, pick_device, pick_dtype, resolve
 
@@ -156,11 +156,6 @@ def plot(rows: list[dict], file: Path) -> None:
     print(f"wrote {file}")
 
 
-def brief(value) -> str:
-    text = repr(value)
-    return text if len(text) < 80 else text[:77] + "..."
-
-
 @command
 def main(argv=None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
@@ -220,11 +215,10 @@ def main(argv=None) -> int:
         if args.overwrite:
             file.unlink(missing_ok=True)
         before, samples = read_samples(file) if file.is_file() else ({}, [])
-        if before and (changed := [f"{k} was {brief(before.get(k))}, is {brief(v)}" for k, v in about.items() if before.get(k) != v]):
-            raise UserError(f"{file} was made with other settings: {'; '.join(changed)}. Name another --out, or --overwrite")
+        same_run(file, before, about)
         per_round, n_all = len(listed) * args.batch_size, len(listed) * len(questions)
         samples = samples if len(samples) == n_all else samples[: len(samples) // per_round * per_round]  # whole rounds
-        file.write_text(lines_of([{"settings": about}, *samples]), encoding="utf-8")
+        rewrite(file, about, samples)
         print(f"{args.model} on {device}, {origin['dtype']} ({reason}); {len(listed)} settings, {len(questions)} questions of "
               f"{args.data or args.task}\n{file}", flush=True)
         models = {name: pack(load_pretrained(name, dtype, device)) for name in names}
