@@ -70,6 +70,13 @@ def summary(samples: list[dict]) -> dict:
             "tokens_per_second": tokens / sum(s["seconds"] for s in samples)}  # fmt: skip
 
 
+def agreement(first: list[list[int]], answers: list[list[int]]) -> dict:
+    """How far answers follow those of the first tau: the share that is the same to the end, and the share of tokens before a difference."""
+    followed = [next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b))) for a, b in zip(first, answers)]
+    return {"identical_to_first_tau": sum(a == b for a, b in zip(first, answers)) / len(first),
+            "prefix_of_first_tau": sum(followed) / max(1, sum(map(len, first)))}  # fmt: skip
+
+
 def evaluate(model, tokenizer, questions: list[Question], task: Task, tau, block_size, batch_size, max_new_tokens, cache="cursor",
              measure="probability", quiet=False, hold: int = 0, done=(), write=None) -> dict:  # fmt: skip
     """Answer every question at one tau. Returns the row of the results, with the samples under "samples".
@@ -213,10 +220,10 @@ DEFAULT_TAUS = {"probability": "1,0.95,0.9,0.8", "margin": "1,0.9,0.6,0.2", "ent
 
 
 def show(rows: list[dict], against: list[dict], other) -> None:
-    print("\n   tau  accuracy  95 % interval   tokens/forward  tokens/s   same as first tau")
+    print("\n   tau  accuracy  95 % interval   tokens/forward  tokens/s   as at the first tau: answers, tokens before a difference")
     line = "{tau:6g}  {accuracy:8.3f}  {low:.3f} .. {high:.3f}  {tokens_per_forward:14.2f}  {tokens_per_second:8.1f}"
     for r in rows:
-        print(line.format(**r), f"{r['identical_to_first_tau']:17.2f}")
+        print(line.format(**r), f"{r['identical_to_first_tau']:28.2f}{r['prefix_of_first_tau']:8.2f}")
     if against:
         print(f"\nagainst {other}, question by question")
         print("   tau  there   right here - there, 95 % interval   only here  only there   same text")
@@ -296,7 +303,7 @@ def main(argv=None) -> int:
             how = (args.block_size, args.batch_size, args.max_new_tokens, args.cache, args.measure, args.quiet, args.hold)
             rows = [evaluate(model, tokenizer, questions, task, tau, *how, kept[tau], write) for tau in taus]
     for r in rows:  # tokens per forward alone can be noise said quickly: how many answers are those of the first tau?
-        r["identical_to_first_tau"] = sum(a["ids"] == b["ids"] for a, b in zip(rows[0]["samples"], r["samples"])) / len(questions)
+        r |= agreement(*([s["ids"] for s in of["samples"]] for of in (rows[0], r)))
     against = compare(rows, others) if others else []
     for r in rows:
         del r["samples"]
