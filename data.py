@@ -80,13 +80,13 @@ class ChatTokenizer:
         elif n_tokens < n_rows:
             self.mask_token = MASK_TOKEN
             self.tokenizer.add_special_tokens([AddedToken(MASK_TOKEN, special=True, normalized=False)])
+            if self.tokenizer.token_to_id(MASK_TOKEN) != n_tokens:
+                raise UserError(f"{where}: the ids of its {len(vocab)} tokens have holes below {n_tokens}, so {MASK_TOKEN} cannot be added")
         else:
             self.mask_token = next((t for t in RESERVED if t in vocab), None)
             if self.mask_token is None:
                 raise UserError(f"{where}: all {n_rows} embedding rows are in use, and none of {', '.join(RESERVED)} is there to be [MASK]")
         self.mask_id = self.tokenizer.token_to_id(self.mask_token)
-        if MASK_TOKEN not in vocab and self.mask_token == MASK_TOKEN and self.mask_id != n_tokens:
-            raise UserError(f"{where}: the ids of its {len(vocab)} tokens have holes below {n_tokens}, so {MASK_TOKEN} cannot be added")
         self.mars = config.get("mars") or ({"stage": "mars"} if config.get("model_type") == "a2d-qwen2" else {})
         recorded = self.mars.get("mask_token_id")
         if recorded is not None and recorded != self.mask_id:

@@ -27,7 +27,7 @@ import torch
 
 from data import ChatTokenizer
 from kvcache import KVCache
-from model import UserError, is_out_of_memory, load_pretrained, pack, pick_device, pick_dtype, resolve
+from model import UserError, is_out_of_memory, is_tiny, load_pretrained, pack, pick_device, pick_dtype, resolve
 
 SUBSCRIPT = str.maketrans("0123456789", "₀₁₂₃₄₅₆₇₈₉")
 MEASURES = ("probability", "entropy", "margin")
@@ -457,7 +457,7 @@ def parse(argv) -> argparse.Namespace:
     add("--max-new-tokens", type=int, default=256, metavar="N")
     add = parser.add_argument_group("how to decode").add_argument
     add("--tau", type=float, default=None, help="threshold; 1 = one token per forward, lower = more (default 0.9; entropy: 0.5 nats)")
-    add("--block-size", type=int, default=None, metavar="B", help="what the model was trained with (default: its checkpoint says)")
+    add("--block-size", type=int, default=None, metavar="B", help="candidates per forward, unless --window is given (default: as trained)")
     add("--window", type=int, default=None, metavar="W", help="candidates per forward (default: B; B+1 is trained too)")
     add("--measure", default="probability", choices=MEASURES, help="of confidence (entropy: accept while <= tau nats)")
     add("--cache", default="cursor", choices=CACHES, help="key/value cache: none is the oracle, block the paper's")
@@ -528,8 +528,8 @@ def main(argv=None) -> int:
         where, why = (args.model, "asked for") if args.model else newest_model()
         as_tau(args.tau, 1, args.measure)
         device = pick_device(args.device)
-        dtype, reason = pick_dtype(device, args.dtype)
         folder = resolve(where)
+        dtype, reason = pick_dtype(device, args.dtype, is_tiny(folder))
         tokenizer = ChatTokenizer.from_pretrained(folder)
         model = load_pretrained(folder, dtype=dtype, device=device)
         model = pack(model) if args.pack else model
@@ -552,7 +552,7 @@ def main(argv=None) -> int:
             print(json.dumps(result, ensure_ascii=False))
         elif terminal and not args.prompt:
             converse(model, tokenizer, args)
-    except UserError as e:
+    except (UserError, OSError) as e:  # OSError: --out cannot be written
         print(f"error: {e}", file=sys.stderr)
         return 2
     except (MemoryError, RuntimeError) as e:

@@ -16,6 +16,8 @@ import torch
 class KVCache:
     """Keys and values of every layer for `batch` rows of up to `max_len` positions.
 
+    `k`, `v` (layers, N, max_len, K, hd): N rows, K key/value heads of head_dim hd; T is the number of new positions of a forward, S
+    that of slots it may read.
     `cursor` (N,) int64 lives on the CPU, so planning a step never waits for the device.
     """
 
@@ -24,7 +26,7 @@ class KVCache:
         self.k = torch.zeros(shape, dtype=dtype, device=device)  # zeros, not empty: a dead slot weighs 0, and 0 * nan is nan
         self.v = torch.zeros(shape, dtype=dtype, device=device)
         self.cursor = torch.zeros(batch, dtype=torch.long)
-        self.max_len = max_len
+        self.max_len, self.length = max_len, 0                                   # length: S of the forward that was planned
 
     def positions(self, n: int) -> torch.Tensor:
         """(N, n) on the CPU: the next n positions of every row, from its cursor."""
@@ -45,7 +47,8 @@ class KVCache:
 
         positions (N, T) -> slots (N*T,) into the flattened (N, max_len) rows, and mask (N, T, S), True = may attend, with S
         = the last position + 1. For a first forward, all rows at 0..T-1, the mask is None: plain causal. Positions are
-        looked at on the CPU, so give them there and no device is waited for. Raises ValueError outside the cache.
+        looked at on the CPU, so give them there and no device is waited for. `write` uses the S of the last plan. Raises ValueError
+        outside the cache.
         """
         first, last = int(positions.min()), int(positions.max())
         if first < 0 or last >= self.max_len:
@@ -59,7 +62,7 @@ class KVCache:
         return slots, None if from_zero else slot <= positions[..., None]    # (N, T, S)
 
     def write(self, layer: int, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor):
-        """Store k, v (N, T, Hkv, hd) and return views (N, S, Hkv, hd) of what the layer has so far; S as planned."""
+        """Store k, v (N, T, K, hd) and return views (N, S, K, hd) of what the layer has so far; S as planned."""
         for buffer, new in ((self.k[layer], k), (self.v[layer], v)):
             buffer.view(-1, *new.shape[2:]).index_copy_(0, slots, new.reshape(-1, *new.shape[2:]).to(buffer.dtype))
         return self.k[layer][:, : self.length], self.v[layer][:, : self.length]

@@ -27,10 +27,9 @@ HUB_NAMES = {
     "qwen2.5-3b": "Qwen/Qwen2.5-3B-Instruct",
     "qwen2.5-7b": "Qwen/Qwen2.5-7B-Instruct",
     "qwen2.5-coder-0.5b": "Qwen/Qwen2.5-Coder-0.5B-Instruct",
-    "coder-0.5b": "Qwen/Qwen2.5-Coder-0.5B-Instruct",
     "smollm2-135m": "HuggingFaceTB/SmolLM2-135M-Instruct",
 }
-LOGITS_AT_ONCE = 2**25  # that a loss holds in memory: 128 MB in float32, and their gradients
+LOGITS_AT_ONCE = 2**25  # that a loss holds in memory: 128 MB in float32, and as much each for their log-softmax and the gradients of both
 SHIPPED = ("tiny-sft", "tiny-mars")  # folders of checkpoints/, beside this file
 
 
@@ -301,10 +300,17 @@ def pick_device(device: str | None = None) -> torch.device:
         raise UserError(f"device {device!r} cannot be used here: {str(e).splitlines()[0][:100]}") from None
 
 
-def pick_dtype(device: torch.device, dtype: str | None = None) -> tuple[torch.dtype, str]:
-    """(dtype, reason): the one asked for, else bfloat16 where the hardware multiplies it fast, else float32."""
+def is_tiny(name_or_dir: str | os.PathLike) -> bool:
+    """Whether a model is one of the tiny kind, by its width."""
+    return read_json(resolve(name_or_dir) / "config.json").get("hidden_size", 512) < 512
+
+
+def pick_dtype(device: torch.device, dtype: str | None = None, tiny: bool = False) -> tuple[torch.dtype, str]:
+    """(dtype, reason): the one asked for, else bfloat16 where the hardware multiplies it fast, else float32. tiny: see is_tiny."""
     if dtype not in (None, "auto"):
         return getattr(torch, dtype), "asked for"
+    if tiny and device.type == "cpu":
+        return torch.float32, "tiny models stay in it"
     if device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False):
         return torch.bfloat16, "CUDA device with bfloat16"
     if device.type == "cpu":

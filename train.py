@@ -1,6 +1,6 @@
 """Training: AR SFT, then MARS. One forward over two streams that share weights and positions,
 
-    clean   x[0] ... x[L-1]            strictly causal; position t predicts x[t+1]                    -> L_AR
+    clean   x[0] ... x[L-1]            strictly causal; position t predicts x[t+1]                    -> L_AR, answer tokens only
     noisy   [M] at every answer token  in blocks of B; the mask at position t also predicts x[t+1]    -> L_mask
 
 and L = L_mask + ar_weight * L_AR. Files go to --out: log.jsonl, one Hugging Face folder per finished stage (sft/, mars/),
@@ -181,7 +181,10 @@ def groups_of(rows: list[Row], block_size, args) -> list[list[Row]]:
 
 
 def optimizer_step(model, optimizer, rows: list[Row], block_size, mask_id: int, args) -> dict:
-    """One update from `rows`, taken through the network in groups within the token budget. Returns what to log.
+    """One update from `rows`, taken through the network in groups within the token budget.
+
+    Returns what to log: {L_mask (None in SFT) and L_AR in nats per target, grad_norm before clipping, tokens (without padding), padding
+    (its share)}. Raises UserError when a gradient is not finite.
 
     Each loss is a mean over its own supervised tokens of the whole step, whatever the groups and whichever rank takes them: every
     rank knows all rows, takes every n-th group, and the gradients of these sums are added up once.
@@ -332,6 +335,7 @@ def memory_mb(device) -> dict:
 
 def memory_gb(config: ModelConfig, n_params: int, args) -> float:
     """Estimated peak: weights, gradients and two AdamW moments in float32, and the activations and logits of one group."""
+    # numbers that a layer keeps per token for the backward pass; with bfloat16 norms and sums stay float32, 3 bytes on average
     width = 10 * config.hidden_size + 4 * config.intermediate_size
     activations = config.num_hidden_layers * width * args.micro_tokens * (4 if args.dtype == torch.float32 else 3)
     weights, logits = 16 * n_params / (args.n_ranks if args.shard else 1), 16 * min(LOGITS_AT_ONCE, args.micro_tokens * config.vocab_size)
@@ -375,7 +379,8 @@ def parse(argv) -> argparse.Namespace:
     add("--stages", default=None, metavar="LIST", help="sft, mars or sft,mars (default: mars; for scratch sft,mars)")
     add = parser.add_argument_group("data").add_argument
     add("--data", default=None, metavar="NAME|FILE", help="gsm8k | arithmetic | a JSONL file (default: gsm8k; tiny models arithmetic)")
-    add("--data-size", type=int, default=None, metavar="N", help="problems to generate for arithmetic (default: as many as the steps take)")
+    add("--data-size", type=int, default=None, metavar="N", help="problems to generate for arithmetic (default: as many as the "
+        "steps take, or 20000)")
     add("--val", type=int, default=None, metavar="N", help="chats held out of training, the last of the file, to watch the losses on "
         "(default 16; arithmetic: unseen problems, default 0)")
     add("--val-every", type=int, default=100, metavar="STEPS", help="how often to look at them; 0 = only at the start and the end")
@@ -460,8 +465,7 @@ def run(args) -> dict:
     args.device = pick_device(device)
     if args.attn == "flex" and args.device.type != "cuda":
         raise UserError(f"--attn flex: FlexAttention has a backward pass on CUDA only, and this is {args.device}; use --attn dense")
-    small = args.dtype == "auto" and args.device.type == "cpu" and args.tiny
-    args.dtype, reason = (torch.float32, "tiny models stay in it") if small else pick_dtype(args.device, args.dtype)
+    args.dtype, reason = pick_dtype(args.device, args.dtype, args.tiny)
     micro_tokens = 16384 if args.device.type == "cuda" else 4096 if args.tiny else 1024
     args.micro_tokens = args.settings["micro_tokens"] = args.micro_tokens or micro_tokens
     finished = read_json(args.out / "result.json") if args.resume == "auto" and (args.out / args.stages[-1]).is_dir() else {}
@@ -560,14 +564,13 @@ def score(folder: Path, tokenizer, args) -> dict:
     from eval.quick import measure, table
 
     load = lambda name: load_pretrained(name, args.dtype, args.device)
-    if folder.name == "sft":
-        before, after = load(folder), None
-    elif "sft" in args.stages:
-        before, after = load(args.out / "sft"), load(folder)
+    if "sft" in args.stages:
+        before = load(args.out / "sft")
     elif args.init == "scratch":
-        before, after = Qwen2(tiny_config(tokenizer)).init_weights(args.seed).to(args.device, args.dtype), load(folder)
+        before = Qwen2(tiny_config(tokenizer)).init_weights(args.seed).to(args.device, args.dtype)
     else:
-        before, after = load(args.init), load(folder)
+        before = load(args.init)
+    after = load(folder) if folder.name == "mars" else None
     n_rounds = max(1, min(4, args.problems // 50))
     result = measure(before, after, tokenizer, args.problems, args.block_size, n_rounds=n_rounds, quiet=args.quiet)
     print(f"\n{table(result)}", flush=True)
@@ -579,7 +582,7 @@ def show_sample(model, tokenizer, chats, stage: str, args, folder) -> None:
     from decode import SAMPLE, generate, shade
 
     tau, parts = (0.9 if stage == "mars" else 1.0), []
-    question = min((m["content"] for chat in chats[:50] for m in chat if m["role"] == "user"), key=len, default=None)
+    question = min((m["content"] for chat in chats for m in chat if m["role"] == "user"), key=len, default=None)
     if args.data == "arithmetic":
         question = SAMPLE
     if question is not None and len(tokenizer.encode_prompt(question)) < model.config.max_position_embeddings:
@@ -593,16 +596,13 @@ def main(argv=None) -> int:
     args = parse(argv)
     try:
         result = run(args)
-    except UserError as e:
+    except (UserError, OSError) as e:
         print(f"error: {e}", file=sys.stderr)
         return 2
     except (MemoryError, RuntimeError) as e:
         if not is_out_of_memory(e):
             raise
         print(f"error: out of memory. Lower --micro-tokens (now {args.micro_tokens}), then --max-len (now {args.max_len})", file=sys.stderr)
-        return 2
-    except OSError as e:
-        print(f"error: {e}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         saved = checkpoints(args)

@@ -19,7 +19,7 @@ import train
 from data import ChatTokenizer, encode_rows, epoch_steps, load_chats
 from eval.results import command, provenance, write_results
 from eval.speed import start_peak, synchronize
-from model import UserError, load_pretrained, pick_device, pick_dtype
+from model import UserError, is_tiny, load_pretrained, pick_device, pick_dtype
 
 
 def flop_ratio(config, rows, block_size: int) -> float:
@@ -83,7 +83,7 @@ def main(argv=None) -> int:
     if min(args.block_size, args.batch_size, args.rounds, args.micro_tokens) < 1:
         parser.error("--block-size, --batch-size, --rounds and --micro-tokens must be at least 1")
     args.device = pick_device(args.device)
-    args.dtype, reason = pick_dtype(args.device, args.dtype)
+    args.dtype, reason = pick_dtype(args.device, args.dtype, is_tiny(args.model))
     tokenizer, model = ChatTokenizer.from_pretrained(args.model), load_pretrained(args.model).float().to(args.device)
     rows, _ = encode_rows(load_chats(args.data), tokenizer, args.max_len)
     steps = epoch_steps([len(r.ids) for r in rows], args.batch_size, args.seed, 0)[: 1 + args.rounds]

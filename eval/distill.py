@@ -22,7 +22,7 @@ from tqdm import tqdm
 from data import ChatTokenizer, download, first_question, read_chats
 from eval.load import Server
 from eval.results import command, provenance
-from model import UserError, load_pretrained, pack, pick_device, pick_dtype, read_json, write_json
+from model import UserError, is_tiny, load_pretrained, pack, pick_device, pick_dtype, read_json, write_json
 
 
 @torch.inference_mode()
@@ -65,7 +65,7 @@ def resume(out: Path, about: Path, settings: dict) -> int:
 
 def run(args) -> dict:
     device = pick_device(args.device)
-    dtype, reason = pick_dtype(device, args.dtype)
+    dtype, reason = pick_dtype(device, args.dtype, is_tiny(args.model))
     file = download("gsm8k") if args.prompts == "gsm8k" else args.prompts
     prompts = [first_question(chat) for chat in read_chats(file, need_answer=False)[: args.limit]]
     about = args.out.with_suffix(".about.json")

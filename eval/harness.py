@@ -38,7 +38,7 @@ from tqdm import tqdm
 from data import IM_END, IM_START, ChatTokenizer
 from decode import CACHES, as_tau, generate, padded
 from eval.results import command, provenance, write_results
-from model import LOGITS_AT_ONCE, UserError, load_pretrained, pack, pick_device, pick_dtype, resolve
+from model import LOGITS_AT_ONCE, UserError, is_tiny, load_pretrained, pack, pick_device, pick_dtype, resolve
 from parallel import join, leave
 
 CONTROL = re.compile(f"\0({re.escape(IM_START)}|{re.escape(IM_END)})(\\w*\n?)")  # as apply_chat_template writes it
@@ -393,7 +393,7 @@ def run(args) -> dict | None:
     say = print if rank == 0 else lambda *_, **__: None
     manager, tasks = load_tasks(names, shots, data, args.allow_code)
     device = pick_device(device)
-    dtype, reason = pick_dtype(device, args.dtype)
+    dtype, reason = pick_dtype(device, args.dtype, is_tiny(folder))
     tokenizer, model = ChatTokenizer.from_pretrained(folder), pack(load_pretrained(folder, dtype, device))
     settings = {k: getattr(args, k) for k in ("model", "tau", "block_size", "cache", "batch_size", "max_new_tokens", "limit")}
     settings["block_size"] = args.block_size or tokenizer.mars.get("block_size", 4)

@@ -25,7 +25,7 @@ from decode import Batch, Generation, Rules, cursor_step
 from eval.results import command, provenance, write_results
 from eval.run import wilson
 from kvcache import KVCache
-from model import UserError, load_pretrained, pick_device, pick_dtype
+from model import UserError, is_tiny, load_pretrained, pick_device, pick_dtype
 
 
 class Server:
@@ -219,7 +219,7 @@ def plot(runs: dict, ends: list[float], file: Path) -> None:
 
 def run(args) -> dict:
     device = pick_device(args.device)
-    dtype, reason = pick_dtype(device, args.dtype)
+    dtype, reason = pick_dtype(device, args.dtype, is_tiny(args.model))
     model, tokenizer = load_pretrained(args.model, dtype, device), ChatTokenizer.from_pretrained(args.model)
     window = args.window if args.window is not None else tokenizer.mars.get("block_size", 4)
     args.patience = args.patience if args.patience is not None else args.rows

@@ -19,7 +19,7 @@ from eval.results import command, provenance, write_results
 from eval.run import evaluate, read_taus
 from eval.speed import our_mode, ratios, rounds
 from eval.tasks import TASKS, read_arithmetic
-from model import load_pretrained, pick_device, pick_dtype
+from model import is_tiny, load_pretrained, pick_device, pick_dtype
 
 TAUS = (1.0, 0.95, 0.9, 0.8, 0.5)
 MAX_NEW_TOKENS = 128  # the longest answer has 80
@@ -88,7 +88,7 @@ def main(argv=None) -> int:
     taus = read_taus(parser, args.tau)
     began = time.perf_counter()
     device = pick_device(args.device)
-    dtype, reason = pick_dtype(device, args.dtype)
+    dtype, reason = pick_dtype(device, args.dtype, is_tiny(args.mars))
     tokenizer = ChatTokenizer.from_pretrained(args.mars)
     sft, mars = (load_pretrained(folder, dtype, device) for folder in (args.sft, args.mars))
     print(f"{args.sft} and {args.mars} on {device}, {str(dtype).removeprefix('torch.')} ({reason})", flush=True)

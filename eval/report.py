@@ -26,7 +26,7 @@ from eval.results import command, provenance
 from eval.run import wilson
 from eval.speed import markdown
 from eval.tasks import last_number
-from model import UserError, load_pretrained, pick_device, pick_dtype, read_json
+from model import UserError, is_tiny, load_pretrained, pick_device, pick_dtype, read_json
 
 N_ANSWERS = 10
 MADE_BY = {  # a part of the page, and what makes its input
@@ -464,7 +464,7 @@ def main(argv=None) -> int:
     else:
         chats = read_chats(args.prompts, need_answer=False)[:N_ANSWERS] if args.prompts else []
     device = pick_device(args.device)
-    dtype, reason = pick_dtype(device, args.dtype)
+    dtype, reason = pick_dtype(device, args.dtype, is_tiny(args.model))
     tokenizer, model = ChatTokenizer.from_pretrained(args.model), load_pretrained(args.model, dtype, device)
     block_size = args.block_size or tokenizer.mars.get("block_size", 4)
     print(f"{args.model} on {device}, {str(dtype).removeprefix('torch.')} ({reason}); tau {args.tau:g}, B={block_size}", flush=True)

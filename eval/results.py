@@ -17,13 +17,13 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def command(main):
-    """A command's main, with one line on stderr and an exit code for what a person can put right (2), no memory (2) and Ctrl-C (130)."""
+    """A command's main, with one line on stderr and an exit code: what a person can put right, files and memory too, 2; Ctrl-C 130."""
 
     @functools.wraps(main)
     def guarded(argv=None) -> int:
         try:
             return main(argv)
-        except UserError as e:
+        except (UserError, OSError) as e:
             print(f"error: {e}", file=sys.stderr)
             return 2
         except (MemoryError, RuntimeError) as e:

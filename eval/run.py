@@ -23,7 +23,7 @@ from decode import CACHES, MEASURES, as_tau, generate
 from eval import sandbox
 from eval.results import command, model_sha256, provenance, write_results
 from eval.tasks import TASKS, Question, Task, questions_sha256
-from model import UserError, load_pretrained, pack, pick_device, pick_dtype, resolve
+from model import UserError, is_tiny, load_pretrained, pack, pick_device, pick_dtype, resolve
 
 try:
     import fcntl
@@ -270,7 +270,7 @@ def main(argv=None) -> int:
     taus, task = read_taus(parser, args.tau or DEFAULT_TAUS[args.measure], args.measure), TASKS[args.task]
     args.max_new_tokens = args.max_new_tokens or task.max_new_tokens
     device = pick_device(args.device)
-    dtype, reason = pick_dtype(device, args.dtype)
+    dtype, reason = pick_dtype(device, args.dtype, is_tiny(args.model))
     every = task.read(args.data)
     questions = every[: args.limit]
     others = read_other(args.against, questions, taus) if args.against else {}

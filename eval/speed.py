@@ -25,7 +25,7 @@ from data import ChatTokenizer, arithmetic, read_chats
 from decode import Rules, candidates, generate
 from eval.results import command, provenance, write_results
 from kvcache import KVCache
-from model import MLP, PackedLinear, RMSNorm, UserError, load_pretrained, pack, pick_device, pick_dtype, resolve
+from model import MLP, PackedLinear, RMSNorm, UserError, is_tiny, load_pretrained, pack, pick_device, pick_dtype, resolve
 
 MODES = "ar,none,block4,block8,block16,block32,block64,cursor"
 
@@ -336,7 +336,7 @@ def main(argv=None) -> int:
 
 def run(args, batches: list[int], names: list[str]) -> dict:
     device = pick_device(args.device)
-    dtype, reason = pick_dtype(device, args.dtype)
+    dtype, reason = pick_dtype(device, args.dtype, is_tiny(args.model))
     folder = resolve(args.model)
     tokenizer, model = ChatTokenizer.from_pretrained(folder), load_pretrained(folder, dtype, device)
     block_size = args.block_size or tokenizer.mars.get("block_size", 4)

@@ -23,7 +23,7 @@ from eval import jacobi, sandbox
 from eval.results import command, model_sha256, provenance, write_results
 from eval.run import answer, lines_of, only_one, read_samples, read_taus, rewrite, same_run, summary
 from eval.tasks import TASKS, questions_sha256
-from model import UserError, load_pretrained, pack, pick_device, pick_dtype, resolve
+from model import UserError, is_tiny, load_pretrained, pack, pick_device, pick_dtype, resolve
 
 TAUS = {"probability": "0.99,0.95,0.9,0.8,0.7,0.6,0.5", "margin": "0.99,0.9,0.8,0.6,0.4,0.2,0", "entropy": "0.02,0.1,0.2,0.4,0.7,1,1.5"}
 
@@ -199,7 +199,7 @@ def main(argv=None) -> int:
     names, task = list(dict.fromkeys(args.model.split(","))), TASKS[args.task]
     args.max_new_tokens = args.max_new_tokens or task.max_new_tokens
     device = pick_device(args.device)
-    dtype, reason = pick_dtype(device, args.dtype)
+    dtype, reason = pick_dtype(device, args.dtype, is_tiny(names[0]))
     every = task.read(args.data)
     questions = every[: args.limit]
     tokenizers = {name: ChatTokenizer.from_pretrained(name) for name in names}

@@ -18,7 +18,7 @@ from tqdm import tqdm
 from data import ChatTokenizer, Row, arithmetic, encode_rows, first_question, load_chats, micro_batches
 from decode import Rules, candidates, generate
 from eval.results import command, provenance, write_results
-from model import UserError, load_pretrained, pick_device, pick_dtype
+from model import UserError, is_tiny, load_pretrained, pick_device, pick_dtype
 from train import IGNORE, build_streams, flex_mask, mars_mask, pad_up
 
 BINS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99, 1.0)  # edges of confidence
@@ -112,7 +112,7 @@ def main(argv=None) -> int:
         if (value := getattr(args, option)) is not None and value < 1:
             parser.error(f"--{option.replace('_', '-')} {value}: must be at least 1")
     device = pick_device(args.device)
-    dtype, reason = pick_dtype(device, args.dtype)
+    dtype, reason = pick_dtype(device, args.dtype, is_tiny(args.model))
     tokenizer, model = ChatTokenizer.from_pretrained(args.model), load_pretrained(args.model, dtype, device)
     unseen = args.data == "arithmetic"
     chats = [p.messages() for p in arithmetic("test", args.limit)] if unseen else load_chats(args.data)[-args.limit :]

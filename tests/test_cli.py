@@ -14,6 +14,7 @@ from conftest import ROOT
 
 import decode
 import train
+from eval import run
 
 
 def ask(capsys, *argv):
@@ -253,3 +254,12 @@ def test_help_is_grouped(capsys):
             command.parse(["--help"])
         text = capsys.readouterr().out
         assert e.value.code == 0 and all(g in text for g in groups)
+
+
+def test_a_file_that_cannot_be_written_is_one_line(model_dir, tmp_path, capsys):
+    """Fault: a traceback after minutes of work, for a folder that is a file."""
+    (tmp_path / "file").write_text("")
+    assert decode.main(["--model", str(model_dir), "--prompt", "Hi", "--max-new-tokens", "2", "--out", str(tmp_path / "file")]) == 2
+    assert run.main(["--model", str(model_dir), "--limit", "1", "--max-new-tokens", "2", "--out", str(tmp_path / "file" / "r.json")]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert [line for line in lines if line.startswith("error: ") and str(tmp_path / "file") in line] == lines[-2:]
