@@ -13,7 +13,7 @@ from conftest import ROOT
 
 import train
 from data import arithmetic
-from eval import experiments, load, quick, speed, sweep
+from eval import ablation, experiments, load, quick, speed, sweep
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 LINES = [line.strip() for block in re.findall(r"```sh\n(.*?)```", README, re.DOTALL) for line in block.splitlines() if line.strip()]
@@ -32,6 +32,7 @@ SHORTER = {  # appended to each command, where the last of two equal flags count
     "eval.experiments": "--problems 2",
     "eval.pictures": "",
     "eval.speed": "--rounds 1 --batch 1,2 --max-new-tokens 4 --device cpu",
+    "eval.ablation": "--seeds 0 --blocks 2 --problems 1 --sft-steps 1 --steps 1 --batch-size 1 --quiet",
     "eval.plot": "",
     "eval.validate": "--limit 3 --device cpu --quiet",
     "eval.distill": "--limit 3 --max-new-tokens 8 --device cpu --quiet",
@@ -116,6 +117,7 @@ def test_tables_are_those_of_the_results_files():
     for name in ("speed-tiny.json", "speed-smollm2-135m-mars.json"):
         assert speed.markdown(read(name)) in README, name
     assert load.markdown(read("load.json")) in README
+    assert ablation.markdown(read("ablation.json")) in README
     assert sweep.markdown([r for r in read("sweep-tiny.json")["rows"] if r["measure"] == "probability"]) in README
     result = read("tiny.json")
     for name, r in [("before MARS", result["sft"]), *((f"MARS, tau {r['tau']:g}", r) for r in result["mars"].values())]:
