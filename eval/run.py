@@ -70,11 +70,10 @@ def summary(samples: list[dict]) -> dict:
             "tokens_per_second": tokens / sum(s["seconds"] for s in samples)}  # fmt: skip
 
 
-def agreement(first: list[list[int]], answers: list[list[int]]) -> dict:
-    """How far answers follow those of the first tau: the share that is the same to the end, and the share of tokens before a difference."""
+def agreement(first: list[list[int]], answers: list[list[int]]) -> tuple[float, float]:
+    """How far answers (ids) follow the first ones: the share that is the same to the end, and the share of tokens before a difference."""
     followed = [next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b))) for a, b in zip(first, answers)]
-    return {"identical_to_first_tau": sum(a == b for a, b in zip(first, answers)) / len(first),
-            "prefix_of_first_tau": sum(followed) / max(1, sum(map(len, first)))}  # fmt: skip
+    return sum(a == b for a, b in zip(first, answers)) / len(first), sum(followed) / max(1, sum(map(len, first)))
 
 
 def evaluate(model, tokenizer, questions: list[Question], task: Task, tau, block_size, batch_size, max_new_tokens, cache="cursor",
@@ -303,7 +302,8 @@ def main(argv=None) -> int:
             how = (args.block_size, args.batch_size, args.max_new_tokens, args.cache, args.measure, args.quiet, args.hold)
             rows = [evaluate(model, tokenizer, questions, task, tau, *how, kept[tau], write) for tau in taus]
     for r in rows:  # tokens per forward alone can be noise said quickly: how many answers are those of the first tau?
-        r |= agreement(*([s["ids"] for s in of["samples"]] for of in (rows[0], r)))
+        ids, first = ([s["ids"] for s in of["samples"]] for of in (r, rows[0]))
+        r["identical_to_first_tau"], r["prefix_of_first_tau"] = agreement(first, ids)
     against = compare(rows, others) if others else []
     for r in rows:
         del r["samples"]

@@ -21,7 +21,7 @@ from data import ChatTokenizer
 from decode import MEASURES, generate
 from eval import jacobi, sandbox
 from eval.results import command, model_sha256, provenance, write_results
-from eval.run import answer, lines_of, only_one, read_samples, read_taus, rewrite, same_run, summary
+from eval.run import agreement, answer, lines_of, only_one, read_samples, read_taus, rewrite, same_run, summary
 from eval.tasks import TASKS, questions_sha256
 from model import UserError, is_tiny, load_pretrained, pack, pick_device, pick_dtype, resolve
 
@@ -73,8 +73,9 @@ def summarize(listed: list[Setting], samples: list[dict], batch_size: int) -> li
         rate = lambda of: sum(len(x["ids"]) for x in of) / sum(x["seconds"] for x in of)
         whole = range(0, max(batch_size, len(mine) - batch_size + 1), batch_size)
         ratios = [rate(mine[i : i + batch_size]) / rate(plain[i : i + batch_size]) for i in whole]
+        identical, prefix = agreement(*([x["ids"] for x in of] for of in (plain, mine)))
         rows.append({**s._asdict(), **summary(mine), "speedup": statistics.median(ratios),
-                     "identical_to_ar": sum(a["ids"] == b["ids"] for a, b in zip(mine, plain)) / len(mine)})  # fmt: skip
+                     "identical_to_ar": identical, "prefix_of_ar": prefix})  # fmt: skip
     return rows
 
 
@@ -120,6 +121,18 @@ def markdown(rows: list[dict]) -> str:
             name = "one token at a time" if r["method"] == "ar" else f"Jacobi, {r['block_size']} a forward"
             lines.append(f"| {name}{', ' + names[r['model']] if many else ''} | {cell(r)} | {r['speedup']:.2f}x |")
     return "\n".join(lines[1:])
+
+
+def detail(rows: list[dict]) -> str:
+    """One curve in full: with intervals, and how far its answers follow those of one token at a time (see eval.run.agreement)."""
+    head = ("right, 95 % interval", "tokens per forward", "speed-up", "answers unchanged", "tokens before a change")
+    lines = [f"| | {' | '.join(head)} |", "|---" * (1 + len(head)) + "|"]
+    for r in rows:
+        name = {"ar": "one token at a time", "jacobi": f"Jacobi, {r['block_size']} a forward"}.get(r["method"], f"tau {r['tau']:g}")
+        right, low, high, same, before = (100 * r[k] for k in ("accuracy", "low", "high", "identical_to_ar", "prefix_of_ar"))
+        lines.append(f"| {name} | {right:.1f} %, {low:.1f} .. {high:.1f} | {r['tokens_per_forward']:.2f} | {r['speedup']:.2f}x "
+                     f"| {same:.0f} % | {before:.0f} % |")
+    return "\n".join(lines)
 
 
 def plot(rows: list[dict], file: Path) -> None:
@@ -237,7 +250,8 @@ def main(argv=None) -> int:
                     bar.update(len(new))
     rows = summarize(listed, samples, args.batch_size)
     cliffs = steepest(rows)
-    print("\n" + markdown(rows) + "\n")
+    curves = {(r["model"], r["block_size"], r["measure"]) for r in rows if r["method"] == "mars"}
+    print("\n" + (markdown if len(curves) > 1 else detail)(rows) + "\n")
     for c in cliffs:
         print(f"{c['model']}, B={c['block_size']}, {c['measure']}: accuracy falls most between tau {c['from_tau']:g} and {c['to_tau']:g}, "
               f"by {100 * c['drop']:.1f} points")

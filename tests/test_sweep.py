@@ -39,7 +39,7 @@ def test_a_sweep_and_its_resumption(model_dir, tmp_path, capsys, monkeypatch):
         ("mars", 2, "probability", 0.9), ("mars", 2, "probability", 0.0), ("mars", 3, "probability", 0.9), ("mars", 3, "probability", 0.0),
         ("mars", 2, "entropy", 0.1), ("mars", 2, "entropy", 9.0), ("mars", 3, "entropy", 0.1), ("mars", 3, "entropy", 9.0)]
     plain, jacobi2, _, _, two, _, three, *_, all_three = result["rows"]
-    assert plain["tokens_per_forward"] == plain["speedup"] == plain["identical_to_ar"] == jacobi2["identical_to_ar"] == 1
+    assert plain["tokens_per_forward"] == plain["speedup"] == plain["identical_to_ar"] == plain["prefix_of_ar"] == jacobi2["identical_to_ar"] == 1
     assert two["tokens_per_forward"] == 2 and three["tokens_per_forward"] == all_three["tokens_per_forward"] == pytest.approx(8 / 3)
     file = tmp_path / "b.samples.jsonl"
     lines = (tmp_path / "a.samples.jsonl").read_text().splitlines(keepends=True)
@@ -67,6 +67,9 @@ def test_what_a_sweep_shows(tmp_path):
     assert sweep.short(["out/a/mars", "out/b/mars"]) == {"out/a/mars": "a/mars", "out/b/mars": "b/mars"}
     two = sweep.markdown([r | {"model": m} for m in ("out/a/mars", "out/b/mars") for r in rows])
     assert "| probability | a/mars, B=4 | a/mars, B=2 | b/mars, B=4 | b/mars, B=2 |" in two
+    one = sweep.detail([r | {"identical_to_ar": 0.25, "prefix_of_ar": 0.5} for r in rows[:3]]).splitlines()
+    assert one[3:] == ["| Jacobi, 4 a forward | 90.0 %, 90.0 .. 90.0 | 1.10 | 1.10x | 25 % | 50 % |",
+                       "| tau 0.9 | 90.0 %, 90.0 .. 90.0 | 2.00 | 2.00x | 25 % | 50 % |"]  # fmt: skip
     pytest.importorskip("matplotlib")
     sweep.plot(rows, tmp_path / "p.png")
     assert (tmp_path / "p.png").stat().st_size > 10_000
