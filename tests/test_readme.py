@@ -119,6 +119,9 @@ def test_tables_are_those_of_the_results_files():
     assert load.markdown(read("load.json")) in README
     assert ablation.markdown(read("ablation.json")) in README
     assert sweep.markdown([r for r in read("sweep-tiny.json")["rows"] if r["measure"] == "probability"]) in README
+    for name, file in (("as it comes", "smollm2-135m"), ("after SFT", "smollm2-135m-gsm8k-sft"), ("after MARS", "smollm2-135m-gsm8k-mars")):
+        r = read(f"validate-{file}.json")
+        assert f"| {name} | {r['L_AR']:.3f} | {r['L_mask']:.2f} | {100 * r['agreement']:.1f} % |" in README, name
     result = read("tiny.json")
     for name, r in [("before MARS", result["sft"]), *((f"MARS, tau {r['tau']:g}", r) for r in result["mars"].values())]:
         row = f"| {name} | {100 * r['accuracy']:.1f} % | {r['tokens_per_forward']:.2f} | {r['speedup']:.2f}x | {r['speedup_batch16']:.2f}x |"
