@@ -268,12 +268,12 @@ def main(argv=None) -> int:
                      "but read the README on what that does not protect; then add --allow-code")
     taus, task = read_taus(parser, args.tau or DEFAULT_TAUS[args.measure], args.measure), TASKS[args.task]
     args.max_new_tokens = args.max_new_tokens or task.max_new_tokens
-    device = pick_device(args.device)
-    dtype, reason = pick_dtype(device, args.dtype, is_tiny(args.model))
     every = task.read(args.data)
     questions = every[: args.limit]
     others = read_other(args.against, questions, taus) if args.against else {}
     tokenizer, folder = ChatTokenizer.from_pretrained(args.model), resolve(args.model)
+    device = pick_device(args.device)
+    dtype, reason = pick_dtype(device, args.dtype, is_tiny(folder))
     origin = provenance(device, dtype, str(args.data) if args.data else None)
     settings = {k: getattr(args, k) for k in ("model", "task", "block_size", "measure", "cache", "batch_size", "max_new_tokens", "hold")}
     settings |= {"device": origin["device"], "dtype": origin["dtype"]}
