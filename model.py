@@ -104,6 +104,11 @@ class ModelConfig:
         known.setdefault("tie_word_embeddings", False)  # Hugging Face's default where a file is silent
         return cls(**{**known, "rope_theta": float(theta)})
 
+    @property
+    def tiny(self) -> bool:
+        """Too narrow to gain from bfloat16 on a CPU: such a model is trained and decoded in float32 there."""
+        return self.hidden_size < 512
+
     def to_hf(self) -> dict:
         return {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_act": "silu", "attention_dropout": 0.0,
                 "use_cache": True, "use_sliding_window": False, "rope_scaling": None, **asdict(self)}
@@ -301,12 +306,12 @@ def pick_device(device: str | None = None) -> torch.device:
 
 
 def is_tiny(name_or_dir: str | os.PathLike) -> bool:
-    """Whether a model is one of the tiny kind, by its width."""
-    return read_json(resolve(name_or_dir) / "config.json").get("hidden_size", 512) < 512
+    """ModelConfig.tiny of a folder or name (see resolve), before its weights are loaded. Raises UserError."""
+    return ModelConfig.from_hf(read_json(resolve(name_or_dir) / "config.json")).tiny
 
 
 def pick_dtype(device: torch.device, dtype: str | None = None, tiny: bool = False) -> tuple[torch.dtype, str]:
-    """(dtype, reason): the one asked for, else bfloat16 where the hardware multiplies it fast, else float32. tiny: see is_tiny."""
+    """(dtype, reason): the one asked for, else bfloat16 where the hardware multiplies it fast, else float32. tiny: see ModelConfig."""
     if dtype not in (None, "auto"):
         return getattr(torch, dtype), "asked for"
     if tiny and device.type == "cpu":
@@ -502,36 +507,51 @@ def load_pretrained(name_or_dir, dtype=None, device=None) -> Qwen2:
 def save_pretrained(dir, model: Qwen2, tokenizer, mars: dict | None = None, dtype=torch.bfloat16) -> Path:
     """Write a Hugging Face folder that `transformers` opens as Qwen2ForCausalLM.
 
-    `mars` ({"block_size", "mask_token_id", ...}) goes into config.json. Everything is written to DIR.tmp first and then
-    renamed, so a folder under its own name is always whole; an older one of that name is replaced.
+    `mars` ({"block_size", "mask_token_id", ...}) goes into config.json. A folder of that name is replaced (new_folder).
     """
+    with new_folder(dir) as folder:
+        write_model(folder, model, tokenizer, mars, dtype)
+    return Path(dir)
+
+
+def write_model(folder: Path, model: Qwen2, tokenizer, mars: dict | None, dtype) -> None:
+    """The files of save_pretrained, into a folder that is there."""
     from safetensors.torch import save_file
 
-    dir = Path(dir)
-    tmp = dir.with_name(dir.name + ".tmp")
-    shutil.rmtree(tmp, ignore_errors=True)
-    tmp.mkdir(parents=True)
     weights = {n: p.detach().to("cpu", dtype).contiguous() for n, p in model.named_parameters()}  # a tied head appears once
-    save_file(weights, tmp / "model.safetensors", metadata={"format": "pt"})
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     config = model.config.to_hf() | {"torch_dtype": str(dtype).removeprefix("torch."), **tokenizer.special_ids()}
     if mars:
         config["mars"] = mars
-    write_json(tmp / "config.json", config)
-    write_json(tmp / "generation_config.json", {**tokenizer.special_ids(every_eos=True), "do_sample": False})
-    tokenizer.save(tmp)
-    return replace_folder(tmp, dir)
+    write_json(folder / "config.json", config)
+    write_json(folder / "generation_config.json", {**tokenizer.special_ids(every_eos=True), "do_sample": False})
+    tokenizer.save(folder)
 
 
-def replace_folder(tmp: Path, dir: Path) -> Path:
-    """Rename tmp to dir; an older dir is first moved aside, then deleted."""
-    old = dir.with_name(dir.name + ".old")
+@contextmanager
+def new_folder(dir: str | os.PathLike):
+    """A folder to fill, .NAME.tmp, which is then renamed to DIR; an older one is meanwhile .NAME.old, and deleted.
+
+    So a folder under its own name is always whole, and a kill leaves behind nothing but folders of those two names.
+    """
+    dir = Path(dir)
+    tmp, old = (dir.with_name(f".{dir.name}.{end}") for end in ("tmp", "old"))
+    shutil.rmtree(tmp, ignore_errors=True)
+    tmp.mkdir(parents=True)
+    yield tmp
     shutil.rmtree(old, ignore_errors=True)
     if dir.exists():
         dir.rename(old)
     tmp.rename(dir)
     shutil.rmtree(old, ignore_errors=True)
-    return dir
+
+
+def write_text(path: Path, text: str) -> None:
+    """The file with this text, in UTF-8; killed meanwhile, it is as before."""
+    beside = path.with_name(f".{path.name}.tmp")
+    beside.write_text(text, encoding="utf-8")
+    beside.replace(path)
 
 
 def write_json(path: Path, value) -> None:
-    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")

@@ -5,6 +5,8 @@ finished stage. `args` are those of train.py: of them are read out, stages, sett
 """
 
 import json
+import pickle
+import re
 import shutil
 import signal
 import sys
@@ -15,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from model import UserError, replace_folder, save_pretrained
+from model import UserError, new_folder, write_model, write_text
 from parallel import any_rank, optimizer_state, whole_model
 
 
@@ -43,11 +45,10 @@ def write_checkpoint(stage: str, step: int, model, moments: dict, tokenizer, arg
     dir = args.out / f"{stage}-step-{step:06d}"
     record = mars_record(stage, tokenizer, args)
     state = {"stage": stage, "step": step, "settings": args.settings, "keep_mask": args.keep_mask, "save_dtype": args.save_dtype}
-    before = checkpoints(args)
-    with writing(dir, before):
-        part = save_pretrained(dir.with_name(dir.name + ".part"), model, tokenizer, record, torch.float32)  # in full: to go on from
-        torch.save(state | {"optimizer": moments}, part / "trainer_state.pt")
-        replace_folder(part, dir)
+    before = checkpoints(args.out)
+    with writing(dir, before), new_folder(dir) as folder:
+        write_model(folder, model, tokenizer, record, torch.float32)  # in full: to go on from
+        torch.save(state | {"optimizer": moments}, folder / "trainer_state.pt")
     for other in before:
         if other != dir:
             drop(other)
@@ -55,7 +56,7 @@ def write_checkpoint(stage: str, step: int, model, moments: dict, tokenizer, arg
 
 def drop(dir: Path) -> None:
     """Delete a checkpoint; killed in the middle of it, what is left has another name and is never resumed."""
-    old = dir.with_name(dir.name + ".old")
+    old = dir.with_name(f".{dir.name}.old")
     shutil.rmtree(old, ignore_errors=True)
     shutil.rmtree(dir.rename(old))
 
@@ -97,15 +98,17 @@ def writing(what: Path, before: list[Path] = ()):
 
 
 def drop_torn(out: Path) -> None:
-    """Delete what a kill or a full disk left half written."""
-    for torn in [d for stage in ("sft", "mars") for end in ("part", "tmp", "old") for d in out.glob(f"{stage}*.{end}")]:
-        shutil.rmtree(torn, ignore_errors=True)
+    """Delete what a kill or a full disk left half written or half deleted: see model.new_folder and drop."""
+    for torn in out.glob(".*"):
+        if re.fullmatch(r"\.(sft|mars)(-step-\d{6,})?\.(tmp|old)", torn.name):
+            shutil.rmtree(torn, ignore_errors=True)
 
 
-def checkpoints(args) -> list[Path]:
+def checkpoints(out: Path) -> list[Path]:
     """Whole checkpoints to resume from, oldest first."""
-    found = [d for s in args.stages for d in sorted(args.out.glob(f"{s}-step-" + "[0-9]" * 6))]
-    return [d for d in found if (d / "trainer_state.pt").is_file()]
+    step = lambda d: int(d.name.rpartition("-")[2])
+    named = [[d for d in out.glob(f"{s}-step-*") if re.fullmatch(s + r"-step-\d{6,}", d.name)] for s in ("sft", "mars")]
+    return [d for of in named for d in sorted(of, key=step) if (d / "trainer_state.pt").is_file()]
 
 
 def same_settings(before: dict, args, folder: Path) -> None:
@@ -115,9 +118,21 @@ def same_settings(before: dict, args, folder: Path) -> None:
         raise UserError(f"--resume: {folder} was made with other settings: {'; '.join(changed)}")
 
 
+def settings_of_log(out: Path) -> dict:
+    """The settings of the run whose log lies in `out`; {} without one."""
+    file = out / "log.jsonl"
+    try:
+        return json.loads(file.read_text(encoding="utf-8").split("\n")[0])["settings"] if file.is_file() else {}
+    except (ValueError, KeyError, TypeError):
+        return {}
+
+
 def load_resume(folder: Path, args) -> dict:
-    """The trainer's state; the log is cut back to it. Raises UserError when it was made by other settings."""
-    state = torch.load(folder / "trainer_state.pt", map_location="cpu", weights_only=True)
+    """The trainer's state; the log is cut back to it. Raises UserError when it was made by other settings, or cannot be read."""
+    try:  # split over ranks, the moments need not stand in the memory of every one of them
+        state = torch.load(folder / "trainer_state.pt", map_location="cpu", weights_only=True, mmap=args.shard)
+    except (RuntimeError, EOFError, pickle.UnpicklingError) as e:
+        raise UserError(f"{folder / 'trainer_state.pt'}: damaged ({type(e).__name__}). Delete {folder} and begin anew") from None
     same_settings(state["settings"], args, folder)
     if args.rank == 0:
         file = args.out / "log.jsonl"
@@ -125,7 +140,7 @@ def load_resume(folder: Path, args) -> dict:
         lines = file.read_text(encoding="utf-8").split("\n")[:-1] if file.is_file() else []  # a kill may leave half a line at the end
         records = [json.loads(line) for line in lines]
         records = [r for r in records if "stage" not in r or (args.stages.index(r["stage"]), r["step"]) <= reached]
-        file.write_text("".join(json.dumps(r) + "\n" for r in records), encoding="utf-8")
+        write_text(file, "".join(json.dumps(r) + "\n" for r in records))
         drop_torn(args.out)
     print(f"resume  {folder}")
     return state

@@ -30,7 +30,8 @@ from data import ChatTokenizer, Row, arithmetic, arithmetic_tokenizer, checksum,
 from model import HUB_NAMES, LOGITS_AT_ONCE, ModelConfig, Qwen2, UserError, is_out_of_memory, load_pretrained
 from model import pick_device, pick_dtype, read_json, save_pretrained, write_json
 from parallel import add_up, any_rank, is_split, join, leave, like, load_optimizer_state, shard, whole, whole_model
-from saving import checkpoints, drop, drop_torn, load_resume, mars_record, same_settings, save_checkpoint, stop_signals, writing
+from saving import checkpoints, drop, drop_torn, load_resume, mars_record, same_settings, save_checkpoint, settings_of_log
+from saving import stop_signals, writing
 
 IGNORE = -100  # label of a position that predicts nothing
 
@@ -131,6 +132,12 @@ def build_streams(rows: list[Row], block_size: int | None, mask_id: int, anchor=
                 labels[i, at : at + n - 1] = x[start + 1 : end]      # noisy: n-1 targets x[start+1] .. x[end-1]
                 at += n
     return Streams(input_ids, positions, starts, torch.arange(Tc + Tn) >= Tc, labels)
+
+
+def check_max_len(max_len: int, config: ModelConfig) -> None:
+    """Raises UserError for chats longer than the model's positions."""
+    if max_len > config.max_position_embeddings:
+        raise UserError(f"--max-len {max_len}: the model knows positions up to {config.max_position_embeddings}")
 
 
 def count_targets(rows: list[Row]) -> tuple[int, int]:
@@ -465,18 +472,17 @@ def run(args) -> dict:
     args.device = pick_device(device)
     if args.attn == "flex" and args.device.type != "cuda":
         raise UserError(f"--attn flex: FlexAttention has a backward pass on CUDA only, and this is {args.device}; use --attn dense")
-    args.dtype, reason = pick_dtype(args.device, args.dtype, args.tiny)
     micro_tokens = 16384 if args.device.type == "cuda" else 4096 if args.tiny else 1024
     args.micro_tokens = args.settings["micro_tokens"] = args.micro_tokens or micro_tokens
     finished = read_json(args.out / "result.json") if args.resume == "auto" and (args.out / args.stages[-1]).is_dir() else {}
-    resume = checkpoints(args)[-1:] if args.resume and not finished else []
+    resume = checkpoints(args.out)[-1:] if args.resume and not finished else []
     if args.resume == "newest" and not resume:
         raise UserError(f"--resume: no STAGE-step-NNNNNN checkpoint in {args.out}")
     if not args.resume and not args.overwrite:
-        if unfinished := checkpoints(args):
+        if unfinished := checkpoints(args.out):
             raise UserError(f"{args.out} holds an unfinished run ({unfinished[-1].name}): --resume continues it, --overwrite drops it")
-        if (args.out / args.stages[-1]).exists():
-            raise UserError(f"{args.out / args.stages[-1]} is finished: --out DIR trains elsewhere, --overwrite replaces it")
+        for there in [args.out / stage for stage in ("sft", "mars") if (args.out / stage).exists()]:
+            raise UserError(f"{there} is finished: --out DIR trains elsewhere, --overwrite begins anew")
     if args.init == "scratch" and not resume:
         tokenizer = arithmetic_tokenizer()
         model = Qwen2(tiny_config(tokenizer)).init_weights(args.seed)
@@ -485,9 +491,9 @@ def run(args) -> dict:
         tokenizer = ChatTokenizer.from_pretrained(resume[0] if resume else args.init)
         model = load_pretrained(resume[0] if resume else args.init)
         args.save_dtype = model.lm_head.weight.dtype
+    args.dtype, reason = pick_dtype(args.device, args.dtype, model.config.tiny)
     args.keep_mask = tokenizer.mars.get("stage") == "mars"  # an already trained [MASK]
-    if args.max_len > model.config.max_position_embeddings:
-        raise UserError(f"--max-len {args.max_len}: the model knows positions up to {model.config.max_position_embeddings}")
+    check_max_len(args.max_len, model.config)
     chats = load_chats(args.data, args.data_size, args.seed)
     held_out = []
     if args.val and args.data == "arithmetic":
@@ -514,9 +520,13 @@ def run(args) -> dict:
           f"{memory_gb(model.config, n_params, args):.1f} GB with {args.micro_tokens} tokens at once")
     print(f"output  {args.out}/", flush=True)
 
+    if finished or args.resume == "auto" and not resume:  # nothing to go on from, but a run may have left its log or a stage
+        same_settings(finished.get("settings") or settings_of_log(args.out), args, args.out)
     if finished:
-        same_settings(finished["settings"], args, args.out)
-        print(f"{args.out / args.stages[-1]} is finished")
+        print(f"{args.out / args.stages[-1]} is finished", flush=True)
+        if args.problems and "n" not in finished and args.rank == 0:  # it was stopped while it was scored
+            finished |= score(args.out / args.stages[-1], tokenizer, args)
+            write_json(args.out / "result.json", finished)
         return finished
     state = load_resume(resume[0], args) if resume else None
     if resume:
@@ -525,7 +535,7 @@ def run(args) -> dict:
         with writing(args.out):
             args.out.mkdir(parents=True, exist_ok=True)
             drop_torn(args.out)
-            for stale in checkpoints(args):  # of the run that --overwrite drops
+            for stale in checkpoints(args.out):  # of the run that --overwrite drops
                 drop(stale)
             (args.out / "result.json").unlink(missing_ok=True)
         about = {"settings": args.settings, "command": sys.argv, "device": str(args.device), "dtype": str(args.dtype),
@@ -540,7 +550,7 @@ def run(args) -> dict:
             train_stage(stage, model, tokenizer, rows, held_out, args, state)
             state, folder, full = None, args.out / stage, whole_model(model)
             if args.rank == 0:
-                with writing(folder, checkpoints(args)):
+                with writing(folder, checkpoints(args.out)):
                     save_pretrained(folder, full, tokenizer, mars_record(stage, tokenizer, args), args.save_dtype)
             print(f"saved   {folder}", flush=True)
     if args.rank > 0:
@@ -549,12 +559,16 @@ def run(args) -> dict:
     lines = (args.out / "log.jsonl").read_text(encoding="utf-8").splitlines()
     about, last = json.loads(lines[0]), [r for r in map(json.loads, lines[1:]) if "val" not in r][-1]
     result = {"checkpoint": str(folder), "stage": stage, "steps": last["step"], "L_mask": last["L_mask"], "L_AR": last["L_AR"]}
+    result["seconds"] = time.perf_counter() - args.began
+    write_json(args.out / "result.json", result | about)  # from here on the run is finished, scored or not
+    for done in checkpoints(args.out):
+        drop(done)
+    if args.signals:
+        raise KeyboardInterrupt
     if args.problems:
         result |= score(folder, tokenizer, args)
-    result["seconds"] = time.perf_counter() - args.began
-    write_json(args.out / "result.json", result | about)
-    for done in checkpoints(args):
-        drop(done)
+        result["seconds"] = time.perf_counter() - args.began
+        write_json(args.out / "result.json", result | about)
     show_sample(full.to(args.device), tokenizer, chats, stage, args, folder)
     return result
 
@@ -605,7 +619,7 @@ def main(argv=None) -> int:
         print(f"error: out of memory. Lower --micro-tokens (now {args.micro_tokens}), then --max-len (now {args.max_len})", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        saved = checkpoints(args)
+        saved = checkpoints(args.out)
         left = f"the same command with --resume continues {saved[-1]}" if saved else "no checkpoint yet"
         if args.rank == 0:
             print(f"\nstopped; {f'{args.finished} is finished' if args.finished else left}", file=sys.stderr)

@@ -21,7 +21,7 @@ import torch
 
 from eval.results import ROOT, command, provenance, write_results
 from model import UserError, load_pretrained
-from train import checkpoints, parse
+from saving import checkpoints
 
 STAGES = "--init scratch --stages sft,mars --data-size 400 --batch-size 16 --micro-tokens 4096".split()
 RUN = [*STAGES, "--save-every", "1", "--problems", "0", "--quiet", "--device", "cpu", "--resume", "auto"]
@@ -40,7 +40,7 @@ def finish(process: subprocess.Popen) -> None:
 
 def newest(out: Path) -> str | None:
     """Load the newest checkpoint, weights and optimizer, and return its name; None when there is none yet."""
-    found = checkpoints(parse([*RUN, "--out", str(out)]))
+    found = checkpoints(out)
     if not found:
         return None
     load_pretrained(found[-1])
@@ -84,7 +84,7 @@ def crash(folder: Path, kills: int, steps: int, seed: int, more=()) -> dict:
             print(f"a run of some kills is finished; equal to the undisturbed one: {finished[-1]}", flush=True)
             shutil.rmtree(killed)
             continue
-        torn = sorted(p.name for p in killed.glob("*") if p.suffix in (".part", ".tmp", ".old")) if killed.is_dir() else []
+        torn = sorted(p.name for p in killed.glob(".*")) if killed.is_dir() else []
         moments.append({"seconds": after, "checkpoint": newest(killed), "torn": torn})
         left = ", ".join(torn) or "nothing"
         print(f"kill {len(moments)} after {after:.1f} s; newest checkpoint {moments[-1]['checkpoint']}, half written: {left}", flush=True)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from model import UserError, is_out_of_memory
+from model import UserError, is_out_of_memory, write_text
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -69,5 +69,5 @@ def model_sha256(folder: Path) -> str:
 
 def write_results(path: Path, result: dict) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    write_text(path, json.dumps(result, indent=1, ensure_ascii=False) + "\n")
     print(f"wrote {path}")

@@ -23,7 +23,7 @@ from decode import CACHES, MEASURES, as_tau, generate
 from eval import sandbox
 from eval.results import command, model_sha256, provenance, write_results
 from eval.tasks import TASKS, Question, Task, questions_sha256
-from model import UserError, is_tiny, load_pretrained, pack, pick_device, pick_dtype, resolve
+from model import UserError, is_tiny, load_pretrained, pack, pick_device, pick_dtype, resolve, write_text
 
 try:
     import fcntl
@@ -143,9 +143,7 @@ def same_run(file: Path, before: dict, settings: dict) -> None:
 
 def rewrite(file: Path, settings: dict, samples: list[dict]) -> None:
     """The file with these samples alone, behind the settings; killed meanwhile, it is as before."""
-    beside = file.with_name(file.name + ".tmp")
-    beside.write_text(lines_of([{"settings": settings}, *samples]), encoding="utf-8")
-    beside.replace(file)
+    write_text(file, lines_of([{"settings": settings}, *samples]))
 
 
 def resume(file: Path, settings: dict, taus: list[float], n: int) -> dict[float, list[dict]]:

@@ -11,7 +11,6 @@ import pytest
 import torch
 from conftest import ROOT, tiny_model
 
-import saving
 import train
 from data import ChatTokenizer, arithmetic, encode_rows
 from model import load_pretrained
@@ -90,9 +89,42 @@ def test_a_half_written_checkpoint_is_never_picked_up(tmp_path, monkeypatch):
 
     monkeypatch.setattr(torch, "save", torn)
     assert run(tmp_path, stages="sft", steps="5") == 130
-    assert [p.name for p in train.checkpoints(settled(tmp_path))] == ["sft-step-000002"]
+    assert [p.name for p in train.checkpoints(tmp_path)] == ["sft-step-000002"]
+    assert (tmp_path / ".sft-step-000004.tmp" / "trainer_state.pt").read_bytes() == b"half"
     monkeypatch.undo()
     assert run(tmp_path, "--resume", stages="sft", steps="5") == 0
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["log.jsonl", "result.json", "sft"]
+
+
+def test_only_what_is_ours_is_deleted(straight, tmp_path):
+    """Fault: what a user keeps beside a run goes with the leftovers of a kill."""
+    theirs = ["mars.old", "sft.old", "mars.tmp", "mars-step-000002.part", ".mars-best.old"]
+    ours = [".mars.tmp", ".sft.old", ".mars-step-000002.tmp", ".sft-step-1000000.old"]
+    for name in [*theirs, *ours]:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "weights").write_text("")
+    assert run(tmp_path, stages="mars", steps="1") == 0
+    assert sorted(p.name for p in tmp_path.iterdir()) == sorted([*theirs, "log.jsonl", "mars", "result.json"])
+
+
+def test_the_newest_checkpoint_is_the_one_of_the_last_step(tmp_path):
+    """Fault: compared as words, step 1,000,000 comes before step 999,999, and mars before sft."""
+    for name in ("mars-step-000003", "sft-step-1000000", "sft-step-999999", "sft-step-000007-mine"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "trainer_state.pt").write_text("")
+    assert [p.name for p in train.checkpoints(tmp_path)] == ["sft-step-999999", "sft-step-1000000", "mars-step-000003"]
+
+
+def test_a_damaged_checkpoint_is_named(tmp_path, monkeypatch, capsys):
+    """Fault: a traceback of unpickling for a file that a broken disk or a copy cut short."""
+    with monkeypatch.context() as m:
+        die_at(m, 3)
+        run(tmp_path)
+    file = tmp_path / "sft-step-000002" / "trainer_state.pt"
+    whole = file.read_bytes()
+    for content in (b"", whole[: len(whole) // 2], b"not a checkpoint"):
+        file.write_bytes(content)
+        assert run(tmp_path, "--resume") == 2 and f"{file}: damaged" in capsys.readouterr().err
 
 
 def test_resume_after_a_torn_log_line(straight, tmp_path, monkeypatch):
@@ -126,9 +158,35 @@ def test_finished_work_is_not_replaced_unasked(straight, tmp_path, capsys):
     before = (straight / "log.jsonl").read_bytes()
     assert run(straight) == 2
     err = capsys.readouterr().err
-    assert "mars is finished" in err and "--overwrite" in err and (straight / "log.jsonl").read_bytes() == before
+    assert "is finished" in err and "--overwrite" in err and (straight / "log.jsonl").read_bytes() == before
     assert run(tmp_path, stages="sft", steps="1") == 0 and run(tmp_path, "--overwrite", stages="sft", steps="2") == 0
     assert [r[1] for r in losses(tmp_path)] == [1, 2]
+    for stages in ("sft,mars", "mars"):  # the other stage, too, has its log here
+        assert run(tmp_path, stages=stages, steps="1") == 2 and "sft is finished" in capsys.readouterr().err
+        assert run(tmp_path, "--resume", "auto", stages=stages, steps="1") == 2
+        assert "other settings: " in (err := capsys.readouterr().err) and "stages was ['sft']" in err
+    assert [r[1] for r in losses(tmp_path)] == [1, 2]
+
+
+def test_an_unfinished_run_of_other_stages_is_not_replaced_unasked(tmp_path, monkeypatch, capsys):
+    """Fault: of an unfinished sft the log and the checkpoint are lost to `--stages mars`."""
+    with monkeypatch.context() as m:
+        die_at(m, 3)
+        run(tmp_path, stages="sft", steps="5")
+    capsys.readouterr()
+    assert run(tmp_path, stages="mars", steps="5") == 2 and "unfinished run (sft-step-000002)" in capsys.readouterr().err
+    for resume in (["--resume"], ["--resume", "auto"]):
+        assert run(tmp_path, *resume, stages="mars", steps="5") == 2 and "stages was ['sft']" in capsys.readouterr().err
+    assert run(tmp_path, "--resume", stages="sft", steps="5") == 0 and len(losses(tmp_path)) == 5
+
+
+def test_a_run_that_left_only_its_log_begins_anew_or_is_refused(straight, tmp_path, monkeypatch, capsys):
+    """Fault: with --resume auto, stopped before its first checkpoint, a run cannot begin again, or begins with another lr, silently."""
+    with monkeypatch.context() as m:
+        die_at(m, 1)
+        assert run(tmp_path, "--resume", "auto") == 130
+    assert run(tmp_path, "--resume", "auto", "--lr", "0.5") == 2 and "lr was" in capsys.readouterr().err
+    assert run(tmp_path, "--resume", "auto") == 0 and losses(tmp_path) == losses(straight)
 
 
 def test_an_overwritten_run_leaves_no_checkpoint_to_resume(tmp_path, monkeypatch):
@@ -136,11 +194,11 @@ def test_an_overwritten_run_leaves_no_checkpoint_to_resume(tmp_path, monkeypatch
     with monkeypatch.context() as m:
         die_at(m, 5)
         run(tmp_path, stages="sft", steps="9")
-    assert [d.name for d in train.checkpoints(settled(tmp_path))] == ["sft-step-000004"]
+    assert [d.name for d in train.checkpoints(tmp_path)] == ["sft-step-000004"]
     with monkeypatch.context() as m:
         die_at(m, 3)
         run(tmp_path, "--overwrite", "--lr", "0.001", stages="sft", steps="9")
-    assert [d.name for d in train.checkpoints(settled(tmp_path))] == ["sft-step-000002"]
+    assert [d.name for d in train.checkpoints(tmp_path)] == ["sft-step-000002"]
     assert run(tmp_path, "--resume", "--lr", "0.001", stages="sft", steps="9") == 0
 
 
@@ -280,6 +338,38 @@ def test_a_stopped_run_saves_its_step_and_goes_on(straight, tmp_path, monkeypatc
     assert losses(tmp_path) == losses(straight)
 
 
+@pytest.mark.parametrize("how", ["signal in the last step", "ctrl-c while scoring"])
+def test_a_run_stopped_before_it_was_scored_is_finished(tmp_path, monkeypatch, capsys, how):
+    """Fault: a signal in the last step is not heard until minutes of scoring are over; --resume auto trains again what only wants its score."""
+    scored, real = [], train.optimizer_step
+
+    def score(folder, *more):
+        scored.append(folder)
+        if how != "signal in the last step" and len(scored) == 1:
+            raise KeyboardInterrupt
+        return {"n": 7}
+
+    def step(*args):
+        if how == "signal in the last step":
+            os.kill(os.getpid(), signal.SIGTERM)
+        return real(*args)
+
+    argv = ["--problems", "7", "--resume", "auto"]
+    monkeypatch.setattr(train, "score", score)
+    with monkeypatch.context() as m:
+        m.setattr(train, "optimizer_step", step)
+        assert run(tmp_path, *argv, stages="sft", steps="1") == (143 if how == "signal in the last step" else 130)
+    assert "sft is finished" in capsys.readouterr().err and sorted(p.name for p in tmp_path.iterdir()) == ["log.jsonl", "result.json", "sft"]
+    result = lambda: json.loads((tmp_path / "result.json").read_text())
+    assert "n" not in result()
+    scored.clear()
+    monkeypatch.setattr(train, "optimizer_step", None)
+    monkeypatch.setattr(train, "score", lambda folder, *more: scored.append(folder) or {"n": 7})
+    for _ in range(2):
+        assert run(tmp_path, *argv, stages="sft", steps="1") == 0
+    assert scored == [tmp_path / "sft"] and result()["n"] == 7 and result()["L_AR"] > 0
+
+
 def test_a_run_killed_for_real(tmp_path):
     """Fault: something that only SIGKILL shows: a checkpoint that does not load, another end. `eval.crash` does it ten times."""
     from eval import crash
@@ -326,7 +416,7 @@ def test_a_checkpoint_that_cannot_be_written(straight, tmp_path, monkeypatch, ca
         elif broken == "safetensors":
             m.setattr(st, "save_file", fails(real_st, lambda: (_ for _ in ()).throw(SafetensorError("I/O error: disk full")), 2))
         else:
-            m.setattr(saving, "replace_folder", fails(saving.replace_folder, full, 2))
+            m.setattr(type(tmp_path), "rename", fails(type(tmp_path).rename, full, 2))  # from .tmp to its name
         assert run(tmp_path) == 2
     err = capsys.readouterr().err
     assert "cannot write" in err and "sft-step-000004" in err and "sft-step-000002 is whole" in err
@@ -374,8 +464,20 @@ def test_held_out_chats_are_watched_and_never_learned(tmp_path, capsys):
     assert looks[-1]["val"]["L_mask"] < looks[0]["val"]["L_mask"] and looks[-1]["val"]["tokens_per_forward"] >= 1
     file.write_text("".join(json.dumps({"messages": c}) + "\n" for c in chats[:36]))
     assert run(tmp_path / "b", "--data", str(file), "--val", "0", stages="mars", steps="3") == 0
-    steps = lambda out: [r for r in losses_of(out) if r]
-    assert steps(tmp_path / "a") == steps(tmp_path / "b")
+    assert losses_of(tmp_path / "a") == losses_of(tmp_path / "b")
+
+
+def test_looks_are_neither_lost_nor_doubled_on_resume(tmp_path, monkeypatch):
+    """Stopped after step 3 with a checkpoint of step 2: the look at step 3 is taken again, once. Fault: two points of one step, or none."""
+    looks = lambda out: [r for r in map(json.loads, (out / "log.jsonl").read_text().splitlines()[1:]) if "val" in r]
+    argv = ["--val", "3", "--val-every", "1"]
+    assert run(tmp_path / "a", *argv, stages="mars", steps="4") == 0
+    with monkeypatch.context() as m:
+        die_at(m, 3)
+        assert run(tmp_path / "b", *argv, stages="mars", steps="4") == 130
+    assert [r["step"] for r in looks(tmp_path / "b")] == [0, 1, 2, 3]
+    assert run(tmp_path / "b", *argv, "--resume", stages="mars", steps="4") == 0
+    assert [r["step"] for r in looks(tmp_path / "a")] == [0, 1, 2, 3, 4] and looks(tmp_path / "a") == looks(tmp_path / "b")
 
 
 def test_held_out_chats_are_watched_in_bfloat16_too(tmp_path):
