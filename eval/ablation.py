@@ -36,9 +36,11 @@ def variants(blocks: list[int]) -> list[tuple]:
 def fine_tune(args, seed: int, init: str, out: Path, steps: int, batch_size: int, lr: float, more: list[str]) -> Path:
     """One run of train.py on generated problems; continued if it was interrupted, not repeated if it is there."""
     argv = ["--init", init, *more, "--data", "arithmetic", "--data-size", steps * batch_size, "--steps", steps, "--batch-size", batch_size,
-            "--lr", lr, "--seed", seed, "--dtype", "float32", "--device", "cpu", "--micro-tokens", 4096, "--problems", 0, "--val", 0,
-            "--out", out, "--resume", "auto"]  # fmt: skip
+            "--lr", lr, "--seed", seed, "--dtype", "float32", "--device", "cpu", "--micro-tokens", 4096, "--anchor", "random",
+            "--problems", 0, "--val", 0, "--out", out, "--resume", "auto"]  # fmt: skip
     code = train.main([*map(str, argv), *(["--quiet"] if args.quiet else [])])
+    if code >= 128:  # a signal, which train.py has answered by saving
+        raise KeyboardInterrupt
     if code:
         raise UserError(f"train.py ended with {code} in {out}")
     return out / more[more.index("--stages") + 1]
@@ -98,7 +100,8 @@ def markdown(result: dict) -> str:
 def run(args, seeds: list[int], blocks: list[int]) -> dict:
     problems = arithmetic("test", args.problems)
     listed = variants(blocks)
-    settings = {k: getattr(args, k) for k in ("sft_steps", "steps", "batch_size", "lr", "problems")} | {"blocks": blocks}
+    settings = {k: getattr(args, k) for k in ("sft_steps", "steps", "batch_size", "lr", "problems")}
+    settings |= {"blocks": blocks, "anchor": "random"}
     if (before := read_json(args.work / "settings.json")) and before != settings:
         raise UserError(f"{args.work} holds runs of other settings: {before}, now {settings}; name another --work")
     args.work.mkdir(parents=True, exist_ok=True)

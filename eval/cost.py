@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 import train
-from data import ChatTokenizer, encode_rows, epoch_steps, load_chats
+from data import ChatTokenizer, download, encode_rows, epoch_steps, load_chats
 from eval.results import command, provenance, write_results
 from eval.speed import start_peak, synchronize
 from model import UserError, is_tiny, load_pretrained, pick_device, pick_dtype
@@ -85,6 +85,7 @@ def main(argv=None) -> int:
     args.device = pick_device(args.device)
     args.dtype, reason = pick_dtype(args.device, args.dtype, is_tiny(args.model))
     tokenizer, model = ChatTokenizer.from_pretrained(args.model), load_pretrained(args.model).float().to(args.device)
+    train.check_max_len(args.max_len, model.config)
     rows, _ = encode_rows(load_chats(args.data), tokenizer, args.max_len)
     steps = epoch_steps([len(r.ids) for r in rows], args.batch_size, args.seed, 0)[: 1 + args.rounds]
     if len(steps) < 2:
@@ -98,8 +99,9 @@ def main(argv=None) -> int:
     if result["memory_ratio"]:
         print(f"and {result['memory_ratio']:.2f}x its peak memory ({result['peak_mb']['mars']:.0f} MB over {result['peak_mb']['sft']:.0f})")
     if args.out:
+        data = str(download("gsm8k")) if args.data == "gsm8k" else args.data
         settings = {k: getattr(args, k) for k in ("model", "block_size", "batch_size", "micro_tokens", "max_len")}
-        write_results(args.out, result | {"settings": settings, **provenance(args.device, args.dtype, args.data, args.seed)})
+        write_results(args.out, result | {"settings": settings, **provenance(args.device, args.dtype, data, args.seed)})
     if args.json:
         print(json.dumps(result))
     return 0

@@ -21,8 +21,8 @@ from tqdm import tqdm
 
 from data import ChatTokenizer, download, first_question, read_chats
 from eval.load import Server
-from eval.results import command, provenance
-from model import UserError, is_tiny, load_pretrained, pack, pick_device, pick_dtype, read_json, write_json
+from eval.results import command, model_sha256, provenance
+from model import UserError, is_tiny, load_pretrained, pack, pick_device, pick_dtype, read_json, resolve, write_json, write_text
 
 
 @torch.inference_mode()
@@ -50,7 +50,7 @@ def in_order(pairs):
             first += 1
 
 
-def resume(out: Path, about: Path, settings: dict) -> int:
+def go_on(out: Path, about: Path, settings: dict) -> int:
     """The index to go on from: 0, or behind the last whole row of an earlier run with the same settings. Cuts a torn last line off."""
     if not out.is_file():
         return 0
@@ -59,7 +59,7 @@ def resume(out: Path, about: Path, settings: dict) -> int:
     if changed:
         raise UserError(f"{out} was begun with other settings: {'; '.join(changed)}. Name another --out, or delete it")
     rows = out.read_bytes().split(b"\n")[:-1]  # what follows the last newline was not finished
-    out.write_bytes(b"".join(row + b"\n" for row in rows))
+    write_text(out, "".join(row.decode() + "\n" for row in rows))
     return json.loads(rows[-1])["index"] + 1 if rows else 0
 
 
@@ -71,9 +71,9 @@ def run(args) -> dict:
     about = args.out.with_suffix(".about.json")
     origin = provenance(device, dtype, str(file))
     settings = {k: getattr(args, k) for k in ("model", "max_new_tokens", "limit", "drop_cut")}
-    settings |= {"prompts_sha256": origin["data_sha256"], "dtype": origin["dtype"]}
+    settings |= {"prompts_sha256": origin["data_sha256"], "model_sha256": model_sha256(resolve(args.model)), "dtype": origin["dtype"]}
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    first = resume(args.out, about, settings)
+    first = go_on(args.out, about, settings)
     counts = read_json(about).get("counts", {}) if first else {}
     write_json(about, {"settings": settings, "counts": counts, **origin})
     tokenizer, model = ChatTokenizer.from_pretrained(args.model), pack(load_pretrained(args.model, dtype, device))
@@ -96,21 +96,22 @@ def run(args) -> dict:
             index = todo[k]
             n_tokens += len(g.ids)
             cut = g.stop_reason != "eos"
-            if not (cut and (args.drop_cut or not g.text)):
-                answer = {"role": "assistant", "content": g.text} | ({"cut": True} if cut else {})
+            text = g.text.rstrip("\ufffd") if cut else g.text  # of a character it may have only the first bytes
+            if not (cut and (args.drop_cut or not text)):
+                answer = {"role": "assistant", "content": text} | ({"cut": True} if cut else {})
                 file.write(json.dumps({"messages": [*prompts[index], answer], "index": index}, ensure_ascii=False) + "\n")
                 file.flush()
             bar.update()
             bar.set_postfix({"tokens/s": f"{n_tokens / (time.perf_counter() - began):.0f}"})
     rows = [json.loads(line)["messages"] for line in args.out.read_bytes().split(b"\n") if line]
     seconds = time.perf_counter() - began
-    if not n_tokens:
+    if counts and not n_tokens:
         print(f"{args.out} is finished: {len(rows)} answers")
         return counts
     result = {"prompts": len(prompts), "answers": len(rows), "cut": sum("cut" in row[-1] for row in rows), "first": first,
               "seconds": seconds, "tokens_per_second": n_tokens / seconds}
     write_json(about, {"settings": settings, "counts": result, **origin})
-    what = f"{len(prompts) - len(rows)} more were left out, having" if args.drop_cut else f"{result['cut']} of them cut, having"
+    what = f"{sum(fits) - len(rows)} more were left out, having" if args.drop_cut else f"{result['cut']} of them cut, having"
     print(f"wrote {args.out}: {len(rows)} answers, {what} not ended within {args.max_new_tokens} tokens; "
           f"{result['tokens_per_second']:.0f} tokens/s")
     return result

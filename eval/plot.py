@@ -16,7 +16,12 @@ def read_log(file: Path) -> tuple[list[dict], list[dict]]:
     """(one record per step, one per look at the held-out chats), each with "at": steps since the start of the run, over all stages."""
     if not file.is_file():
         raise UserError(f"{file}: no such file; name the --out folder of a run")
-    records = [json.loads(line) for line in file.read_text(encoding="utf-8").split("\n")[1:] if line]
+    lines = file.read_text(encoding="utf-8", errors="replace").split("\n")[:-1]  # without a last line that is still being written
+    try:
+        about, *records = map(json.loads, lines)
+        about["settings"], [r["stage"] for r in records]
+    except (ValueError, KeyError, TypeError):
+        raise UserError(f"{file}: not a log of train.py") from None
     steps = [r for r in records if "L_AR" in r]
     if not steps:
         raise UserError(f"{file}: no step in it yet")

@@ -1,6 +1,6 @@
 """What a model knows of chats it was not trained on: L_AR, L_mask at each mask of a block, and whether confidence can be trusted.
 
-    python -m eval.validate --model DIR --data FILE --limit 200 --out results/NAME.json
+    python -m eval.validate --model DIR --data FILE --limit 100 --out results/NAME.json
 
 A mask at position t and the clean token at t predict the same next token; the clean one says what one token at a time would
 say there (given the words of the data). `agreement` is how often both choose the same token, and the calibration table shows it
@@ -15,11 +15,11 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from data import ChatTokenizer, Row, arithmetic, encode_rows, first_question, load_chats, micro_batches
+from data import ChatTokenizer, Row, arithmetic, download, encode_rows, first_question, micro_batches, read_chats
 from decode import Rules, candidates, generate
 from eval.results import command, provenance, write_results
 from model import UserError, is_tiny, load_pretrained, pick_device, pick_dtype
-from train import IGNORE, build_streams, flex_mask, mars_mask, pad_up
+from train import IGNORE, build_streams, check_max_len, flex_mask, mars_mask, pad_up
 
 BINS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99, 1.0)  # edges of confidence
 
@@ -97,7 +97,8 @@ def main(argv=None) -> int:
     add = parser.add_argument_group("what").add_argument
     add("--model", required=True, metavar="NAME|DIR")
     add("--data", required=True, metavar="NAME|FILE", help="as train.py --data; arithmetic: unseen problems")
-    add("--limit", type=int, default=200, metavar="N", help="the last N chats of a file: those that train.py --val N holds out")
+    add("--limit", type=int, default=16, metavar="N", help="the last N chats of the file (default 16). Of the training file these are "
+        "the ones that train.py --val N held out, by default 16: no more, or the model has seen some")
     add = parser.add_argument_group("how").add_argument
     add("--block-size", type=int, default=None, metavar="B", help="default: as trained, else 4")
     add("--max-len", type=int, default=512, metavar="TOKENS", help="longer chats lose their tail")
@@ -114,8 +115,9 @@ def main(argv=None) -> int:
     device = pick_device(args.device)
     dtype, reason = pick_dtype(device, args.dtype, is_tiny(args.model))
     tokenizer, model = ChatTokenizer.from_pretrained(args.model), load_pretrained(args.model, dtype, device)
-    unseen = args.data == "arithmetic"
-    chats = [p.messages() for p in arithmetic("test", args.limit)] if unseen else load_chats(args.data)[-args.limit :]
+    check_max_len(args.max_len, model.config)
+    unseen, data = args.data == "arithmetic", download("gsm8k") if args.data == "gsm8k" else args.data
+    chats = [p.messages() for p in arithmetic("test", args.limit)] if unseen else read_chats(data)[-args.limit :]
     rows, cut = encode_rows(chats, tokenizer, args.max_len)
     if not rows:
         raise UserError(f"{args.data}: no chat is left to look at: {dict(cut)}")
@@ -125,7 +127,7 @@ def main(argv=None) -> int:
     print(table(result))
     if args.out:
         settings = {"model": args.model, "block_size": block_size, "limit": args.limit, "max_len": args.max_len}
-        about = {"settings": settings, "cut": dict(cut), "trained": tokenizer.mars, **provenance(device, dtype, args.data)}
+        about = {"settings": settings, "cut": dict(cut), "trained": tokenizer.mars, **provenance(device, dtype, str(data))}
         write_results(args.out, result | about)
     if args.json:
         print(json.dumps(result))

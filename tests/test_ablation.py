@@ -106,12 +106,24 @@ def test_the_table_and_going_on(tmp_path, capsys, monkeypatch):
     """Fault: a variant trained from another start, a mean over the wrong runs, finished work done again."""
     argv = ["--seeds", "0,1", "--blocks", "4,8", "--problems", "1", "--sft-steps", "2", "--steps", "2", "--quiet", "--json",
             "--work", str(tmp_path / "work"), "--out", str(tmp_path / "a.json")]
-    assert ablation.main(argv) == 0
+    grades, real, bases = iter(range(99)), ablation.block_diffusion.run, []
+    monkeypatch.setattr(ablation.block_diffusion, "run", lambda base, *more: bases.append(base) or real(base, *more))
+    with monkeypatch.context() as m:
+        m.setattr(ablation, "score", lambda *of: {"accuracy": next(grades) / 100, "tokens_per_forward": 1.0})  # 0..6, then 7..13
+        assert ablation.main(argv) == 0
     rows = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
     assert [(r["name"], r["block_size"]) for r in rows] == [
         ("AR SFT", None), ("AR SFT, as many further steps", None), ("MARS B=4 without SFT loss", 4), ("MARS B=4", 4),
         ("MARS B=8 without SFT loss", 8), ("MARS B=8", 8), ("Block Diffusion B=4", 4)]
-    assert all({"accuracy", "accuracy_sd", "tokens_per_forward"} <= set(r) for r in rows)
+    assert [r["accuracy"] for r in rows] == pytest.approx([(2 * i + 7) / 200 for i in range(7)])
+    starts = [tmp_path / "work" / f"seed{seed}" / "base" / "sft" for seed in (0, 1)]
+    assert bases == starts
+    for start in starts:
+        for i in range(1, 6):
+            about = json.loads((start.parent.parent / f"{i:02d}" / "log.jsonl").read_text().splitlines()[0])
+            assert about["settings"]["init"] == str(start) and about["settings"]["anchor"] == "random"
+    scores = ablation.score(tmp_path / "work" / "seed1" / "05" / "mars", "MARS B=8", 8, arithmetic("test", 1))
+    assert set(scores) == {"accuracy", "tokens_per_forward", "accuracy_at_tau0.95"}
     config = json.loads((tmp_path / "work" / "seed1" / "05" / "mars" / "config.json").read_text())
     assert config["mars"]["block_size"] == 8
     log = (tmp_path / "work" / "seed1" / "04" / "log.jsonl").read_text().splitlines()

@@ -325,12 +325,21 @@ def test_ctrl_c_while_scoring_loses_nothing(tmp_path, monkeypatch, capsys):
     assert f"{tmp_path / 'sft'} is finished" in capsys.readouterr().err and (tmp_path / "sft" / "config.json").is_file()
 
 
-def test_cost_of_a_step(model_dir, tmp_path, capsys):
+def test_cost_of_a_step(model_dir, tmp_path, capsys, monkeypatch):
     """Fault: the two stages swapped or timed on other chats; an arithmetic that leaves out the masks or the head."""
     file = tmp_path / "chats.jsonl"
     file.write_text("".join(json.dumps({"messages": p.messages()}) + "\n" for p in arithmetic("train", 9)))
     argv = ["--model", str(model_dir), "--data", str(file), "--batch-size", "3", "--rounds", "2", "--device", "cpu", "--dtype", "float32"]
+    taken, real = [], cost.train.optimizer_step
+
+    def step(model, optimizer, rows, block_size, *more):
+        taken.append((block_size, [list(r.ids) for r in rows]))
+        return real(model, optimizer, rows, block_size, *more)
+
+    monkeypatch.setattr(cost.train, "optimizer_step", step)
     assert cost.main([*argv, "--out", str(tmp_path / "c.json"), "--json"]) == 0
+    (a, b, c), blocks = [taken[i][1] for i in (0, 1, 6)], [None, None, 4, 4, None, 4, None, 4]  # memory, then two rounds
+    assert [t[0] for t in taken] == blocks and [t[1] for t in taken] == [a, b, a, b, b, b, c, c] and a != b != c
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert len(result["rounds"]) == 2 and 1 < result["flop_ratio"] < 2 and result["lowest"] <= result["time_ratio"] <= result["highest"]
     from data import Row

@@ -7,8 +7,9 @@ import torch
 from conftest import tiny_model
 
 from data import arithmetic, encode_rows, read_chats
-from decode import generate
+from decode import Generation, generate
 from eval import distill, plot, validate
+from model import save_pretrained
 from train import build_streams, dual_stream_loss
 
 
@@ -129,6 +130,24 @@ def test_an_interrupted_distillation_goes_on(model_dir, questions, tmp_path, end
     assert distilled(torn, model_dir, questions) == 0 and torn.read_bytes() == whole.read_bytes()
     assert distilled(torn, model_dir, questions, "--max-new-tokens", "9") == 2
     assert "max_new_tokens was 30, is 9" in capsys.readouterr().err
+    about = torn.with_suffix(".about.json")
+    whole_counts = json.loads(whole.with_suffix(".about.json").read_text())["counts"]
+    about.write_text(json.dumps(json.loads(about.read_text()) | {"counts": {}}))  # killed before it had counted
+    assert distilled(torn, model_dir, questions) == 0 and torn.read_bytes() == whole.read_bytes()
+    counts = json.loads(about.read_text())["counts"]
+    assert [counts[k] for k in ("prompts", "answers", "cut")] == [whole_counts[k] for k in ("prompts", "answers", "cut")]
+    other = save_pretrained(tmp_path / "other", tiny_model(seed=1), ending(model_dir), dtype=torch.float32)
+    assert distilled(torn, other, questions) == 2 and "model_sha256 was" in capsys.readouterr().err
+
+
+def test_a_character_cut_in_two_is_not_learned(model_dir, questions, tmp_path, monkeypatch):
+    """Fault: the replacement mark at the end of a cut answer, of which only some bytes were there, becomes training data."""
+    made = lambda text, end: Generation(text=text, ids=[5, 6], n_forward=2, stop_reason=end)
+    monkeypatch.setattr(distill, "answers", lambda server, prompts: iter([(0, made("a\ufffd", "length")), (1, made("b\ufffd", "eos")),
+                                                                          (2, made("\ufffd", "length"))]))
+    assert distilled(tmp_path / "own.jsonl", model_dir, questions, "--limit", "3") == 0
+    rows = [json.loads(line) for line in (tmp_path / "own.jsonl").read_text().splitlines()]
+    assert [(r["index"], r["messages"][-1]["content"]) for r in rows] == [(0, "a"), (1, "b\ufffd")]
 
 
 def test_in_order():
@@ -155,4 +174,10 @@ def test_the_picture_of_a_run(tmp_path, capsys):
     assert [r["at"] for r in steps] == [1, 2] and [r["at"] for r in looks] == [1, 2]
     (tmp_path / "1" / "log.jsonl").write_text(json.dumps(about) + "\n")
     assert plot.main([str(tmp_path / "1")]) == 2 and plot.main([str(tmp_path / "none")]) == 2
+    with (tmp_path / "0" / "log.jsonl").open("a") as log:
+        log.write('{"stage": "mars", "st')  # it is being written
+    assert len(plot.read_log(tmp_path / "0" / "log.jsonl")[0]) == 1
+    for content in ("", "words\n", '{"rows": []}\n', '[1]\n', '{"settings": {}}\n{"tau": 1}\n'):
+        (tmp_path / "other").write_text(content)
+        assert plot.main([str(tmp_path / "other")]) == 2 and "other: not a log of train.py" in capsys.readouterr().err.splitlines()[-1]
     assert plot.smooth([2.0, 2.0, 2.0]) == pytest.approx([2.0] * 3)
