@@ -119,6 +119,8 @@ def test_tables_are_those_of_the_results_files():
     assert load.markdown(read("load.json")) in README
     assert ablation.markdown(read("ablation.json")) in README
     assert sweep.markdown([r for r in read("sweep-tiny.json")["rows"] if r["measure"] == "probability"]) in README
+    for name in ("sweep-svamp-smollm2-135m-gsm8k-mars.json",):
+        assert sweep.detail(read(name)["rows"]) in README, name
     for name, file in (("as it comes", "smollm2-135m"), ("after SFT", "smollm2-135m-gsm8k-sft"), ("after MARS", "smollm2-135m-gsm8k-mars")):
         r = read(f"validate-{file}.json")
         assert f"| {name} | {r['L_AR']:.3f} | {r['L_mask']:.2f} | {100 * r['agreement']:.1f} % |" in README, name
