@@ -307,7 +307,7 @@ def pick_device(device: str | None = None) -> torch.device:
 
 def is_tiny(name_or_dir: str | os.PathLike) -> bool:
     """ModelConfig.tiny of a folder or name (see resolve), before its weights are loaded. Raises UserError."""
-    return ModelConfig.from_hf(read_json(resolve(name_or_dir) / "config.json")).tiny
+    return read_config(resolve(name_or_dir)).tiny
 
 
 def pick_dtype(device: torch.device, dtype: str | None = None, tiny: bool = False) -> tuple[torch.dtype, str]:
@@ -451,6 +451,14 @@ def no_initial_values():
             layer.reset_parameters = reset
 
 
+def read_config(folder: Path) -> ModelConfig:
+    """The shape of the model in a folder. Raises UserError, with the folder's name, for one that is not of this kind."""
+    try:
+        return ModelConfig.from_hf(read_json(folder / "config.json"))
+    except UserError as e:
+        raise UserError(f"{folder}: {e}") from None
+
+
 def load_pretrained(name_or_dir, dtype=None, device=None) -> Qwen2:
     """The network with its weights. dtype None = as stored (float16 is widened to float32: Qwen overflows in it).
 
@@ -459,11 +467,7 @@ def load_pretrained(name_or_dir, dtype=None, device=None) -> Qwen2:
     from safetensors import SafetensorError, safe_open
 
     folder = resolve(name_or_dir)
-    raw = read_json(folder / "config.json")
-    try:
-        config = ModelConfig.from_hf(raw)
-    except UserError as e:
-        raise UserError(f"{folder}: {e}") from None
+    config = read_config(folder)
     files = weight_files(folder)
     stored: dict[str, torch.Tensor] = {}
     for file, names in files.items():
@@ -476,7 +480,7 @@ def load_pretrained(name_or_dir, dtype=None, device=None) -> Qwen2:
     with torch.device("meta"), no_initial_values():
         model = Qwen2(config)
     wanted = {name: p.shape for name, p in model.state_dict().items()}
-    if raw["model_type"] == "llama":
+    if read_json(folder / "config.json")["model_type"] == "llama":
         for name in wanted:
             if name.endswith("_proj.bias") and name not in stored:
                 stored[name] = torch.zeros(wanted[name])
@@ -547,7 +551,11 @@ def new_folder(dir: str | os.PathLike):
 
 
 def write_text(path: Path, text: str) -> None:
-    """The file with this text, in UTF-8; killed meanwhile, it is as before."""
+    """The file with this text, in UTF-8; killed meanwhile, it is as before. What a link or a device is, it stays."""
+    path = Path(os.path.realpath(path))
+    if path.exists() and not path.is_file():
+        path.write_text(text, encoding="utf-8")
+        return
     beside = path.with_name(f".{path.name}.tmp")
     beside.write_text(text, encoding="utf-8")
     beside.replace(path)

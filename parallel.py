@@ -122,6 +122,6 @@ def optimizer_state(optimizer) -> dict:
 def load_optimizer_state(optimizer, state: dict) -> None:
     """Take what optimizer_state returned, split again as the weights now are."""
     weights = [p for group in optimizer.param_groups for p in group["params"]]
-    spread = lambda v, p: like(v.to(p.device), p) if is_split(p) and v.shape == p.shape else v
+    spread = lambda v, p: like(v.to(p.device), p) if is_split(p) and v.shape == p.shape else v.clone()  # let the file go
     moments = {i: {k: spread(v, weights[i]) for k, v in of.items()} for i, of in state["state"].items()}
     optimizer.load_state_dict({"state": moments, "param_groups": optimizer.state_dict()["param_groups"]})

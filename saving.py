@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from model import UserError, new_folder, write_model, write_text
+from model import UserError, is_out_of_memory, new_folder, write_model, write_text
 from parallel import any_rank, optimizer_state, whole_model
 
 
@@ -58,7 +58,7 @@ def drop(dir: Path) -> None:
     """Delete a checkpoint; killed in the middle of it, what is left has another name and is never resumed."""
     old = dir.with_name(f".{dir.name}.old")
     shutil.rmtree(old, ignore_errors=True)
-    shutil.rmtree(dir.rename(old))
+    shutil.rmtree(dir.rename(old), ignore_errors=True)  # a network's file system may hold on to a file; the next run deletes it
 
 
 @contextmanager
@@ -104,6 +104,13 @@ def drop_torn(out: Path) -> None:
             shutil.rmtree(torn, ignore_errors=True)
 
 
+def clean_up(out: Path) -> None:
+    """Delete all checkpoints, half written ones too: the run is finished, or dropped."""
+    for old in checkpoints(out):
+        drop(old)
+    drop_torn(out)
+
+
 def checkpoints(out: Path) -> list[Path]:
     """Whole checkpoints to resume from, oldest first."""
     step = lambda d: int(d.name.rpartition("-")[2])
@@ -115,7 +122,8 @@ def same_settings(before: dict, args, folder: Path) -> None:
     """Raises UserError naming every setting that is not what `folder` was made with."""
     changed = [f"{k} was {v!r}, is {args.settings.get(k)!r}" for k, v in before.items() if args.settings.get(k) != v]
     if changed:
-        raise UserError(f"--resume: {folder} was made with other settings: {'; '.join(changed)}")
+        raise UserError(f"--resume: {folder} was made with other settings: {'; '.join(changed)}. Give those again; "
+                        "or --out DIR trains elsewhere, and --overwrite, without --resume, begins anew")
 
 
 def settings_of_log(out: Path) -> dict:
@@ -132,7 +140,10 @@ def load_resume(folder: Path, args) -> dict:
     try:  # split over ranks, the moments need not stand in the memory of every one of them
         state = torch.load(folder / "trainer_state.pt", map_location="cpu", weights_only=True, mmap=args.shard)
     except (RuntimeError, EOFError, pickle.UnpicklingError) as e:
-        raise UserError(f"{folder / 'trainer_state.pt'}: damaged ({type(e).__name__}). Delete {folder} and begin anew") from None
+        if is_out_of_memory(e):
+            raise
+        why = f"{type(e).__name__} {e}".partition("\n")[0][:100]
+        raise UserError(f"{folder / 'trainer_state.pt'}: cannot be read ({why}). If it is damaged, --overwrite begins anew") from None
     same_settings(state["settings"], args, folder)
     if args.rank == 0:
         file = args.out / "log.jsonl"

@@ -28,10 +28,9 @@ from tqdm import tqdm
 
 from data import ChatTokenizer, Row, arithmetic, arithmetic_tokenizer, checksum, encode_rows, epoch_steps, load_chats, micro_batches
 from model import HUB_NAMES, LOGITS_AT_ONCE, ModelConfig, Qwen2, UserError, is_out_of_memory, load_pretrained
-from model import pick_device, pick_dtype, read_json, save_pretrained, write_json
+from model import pick_device, pick_dtype, read_json, save_pretrained, write_json, write_text
 from parallel import add_up, any_rank, is_split, join, leave, like, load_optimizer_state, shard, whole, whole_model
-from saving import checkpoints, drop, drop_torn, load_resume, mars_record, same_settings, save_checkpoint, settings_of_log
-from saving import stop_signals, writing
+from saving import checkpoints, clean_up, load_resume, mars_record, same_settings, save_checkpoint, settings_of_log, stop_signals, writing
 
 IGNORE = -100  # label of a position that predicts nothing
 
@@ -419,14 +418,17 @@ def parse(argv) -> argparse.Namespace:
     add("--out", type=Path, default=None, metavar="DIR", help="default: out/<name of init>, out/tiny for tiny-sft")
     add("--save-every", type=int, default=100, metavar="STEPS", help="checkpoint to resume from; 0 = only when stopped (Ctrl-C, SIGTERM)")
     add("--resume", nargs="?", const="newest", choices=["newest", "auto"], help="continue the newest checkpoint in --out; give the same "
-        "options again. auto: continue if there is one, begin if there is none, and do nothing if the run is finished")
-    add("--overwrite", action="store_true", help="replace what --out holds")
+        "options again. auto: continue if there is one, begin if there is none, and train no more if the run is finished")
+    add("--overwrite", action="store_true", help="begin anew: log, result and checkpoints in --out go now, the folder of a stage when "
+        "its new one is finished")
     add("--problems", type=int, default=None, metavar="N", help="score the result on N unseen arithmetic problems "
         "(default 300 for the tiny models)")
     add("--quiet", action="store_true", help="no progress bar")
     add("--json", action="store_true", help="one JSON object as the last line")
     args = parser.parse_args(argv)
 
+    if args.resume and args.overwrite:
+        parser.error("--resume goes on with what --overwrite drops: give one of them")
     args.tiny = Path(args.init).name in TINY
     scratch, tiny = args.init == "scratch", args.tiny
     args.stages = (args.stages or ("sft,mars" if scratch else "mars")).split(",")
@@ -478,11 +480,12 @@ def run(args) -> dict:
     resume = checkpoints(args.out)[-1:] if args.resume and not finished else []
     if args.resume == "newest" and not resume:
         raise UserError(f"--resume: no STAGE-step-NNNNNN checkpoint in {args.out}")
-    if not args.resume and not args.overwrite:
+    begun = settings_of_log(args.out) if args.resume == "auto" and not finished and not resume else {}
+    if not (args.overwrite or finished or resume or begun):
         if unfinished := checkpoints(args.out):
             raise UserError(f"{args.out} holds an unfinished run ({unfinished[-1].name}): --resume continues it, --overwrite drops it")
-        for there in [args.out / stage for stage in ("sft", "mars") if (args.out / stage).exists()]:
-            raise UserError(f"{there} is finished: --out DIR trains elsewhere, --overwrite begins anew")
+        for there in [file for name in ("sft", "mars", "result.json") if (file := args.out / name).exists()]:
+            raise UserError(f"{there} is of a finished run: --out DIR trains elsewhere, --overwrite begins anew")
     if args.init == "scratch" and not resume:
         tokenizer = arithmetic_tokenizer()
         model = Qwen2(tiny_config(tokenizer)).init_weights(args.seed)
@@ -520,13 +523,15 @@ def run(args) -> dict:
           f"{memory_gb(model.config, n_params, args):.1f} GB with {args.micro_tokens} tokens at once")
     print(f"output  {args.out}/", flush=True)
 
-    if finished or args.resume == "auto" and not resume:  # nothing to go on from, but a run may have left its log or a stage
-        same_settings(finished.get("settings") or settings_of_log(args.out), args, args.out)
+    same_settings(finished.get("settings", begun), args, args.out)
     if finished:
-        print(f"{args.out / args.stages[-1]} is finished", flush=True)
-        if args.problems and "n" not in finished and args.rank == 0:  # it was stopped while it was scored
-            finished |= score(args.out / args.stages[-1], tokenizer, args)
-            write_json(args.out / "result.json", finished)
+        args.finished = args.out / args.stages[-1]
+        print(f"{args.finished} is finished", flush=True)
+        if args.rank == 0:
+            clean_up(args.out)
+            if args.problems and "n" not in finished:  # it was stopped while it was scored
+                finished |= score(args.finished, tokenizer, args)
+                write_json(args.out / "result.json", finished)
         return finished
     state = load_resume(resume[0], args) if resume else None
     if resume:
@@ -534,14 +539,12 @@ def run(args) -> dict:
     elif args.rank == 0:
         with writing(args.out):
             args.out.mkdir(parents=True, exist_ok=True)
-            drop_torn(args.out)
-            for stale in checkpoints(args.out):  # of the run that --overwrite drops
-                drop(stale)
+            clean_up(args.out)  # of the run that --overwrite drops
             (args.out / "result.json").unlink(missing_ok=True)
         about = {"settings": args.settings, "command": sys.argv, "device": str(args.device), "dtype": str(args.dtype),
                  "torch": torch.__version__, "python": platform.python_version(),
                  "machine": f"{platform.machine()}, {torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}"}
-        (args.out / "log.jsonl").write_text(json.dumps(about) + "\n", encoding="utf-8")
+        write_text(args.out / "log.jsonl", json.dumps(about) + "\n")
     if args.shard:
         shard(model, args)
     model = model.float().to(args.device)
@@ -561,8 +564,7 @@ def run(args) -> dict:
     result = {"checkpoint": str(folder), "stage": stage, "steps": last["step"], "L_mask": last["L_mask"], "L_AR": last["L_AR"]}
     result["seconds"] = time.perf_counter() - args.began
     write_json(args.out / "result.json", result | about)  # from here on the run is finished, scored or not
-    for done in checkpoints(args.out):
-        drop(done)
+    clean_up(args.out)
     if args.signals:
         raise KeyboardInterrupt
     if args.problems:

@@ -84,7 +84,7 @@ def crash(folder: Path, kills: int, steps: int, seed: int, more=()) -> dict:
             print(f"a run of some kills is finished; equal to the undisturbed one: {finished[-1]}", flush=True)
             shutil.rmtree(killed)
             continue
-        torn = sorted(p.name for p in killed.glob(".*")) if killed.is_dir() else []
+        torn = sorted(p.name for p in killed.glob(".*-step-*.tmp")) if killed.is_dir() else []
         moments.append({"seconds": after, "checkpoint": newest(killed), "torn": torn})
         left = ", ".join(torn) or "nothing"
         print(f"kill {len(moments)} after {after:.1f} s; newest checkpoint {moments[-1]['checkpoint']}, half written: {left}", flush=True)

@@ -98,7 +98,7 @@ def main(argv=None) -> int:
     add("--model", required=True, metavar="NAME|DIR")
     add("--data", required=True, metavar="NAME|FILE", help="as train.py --data; arithmetic: unseen problems")
     add("--limit", type=int, default=16, metavar="N", help="the last N chats of the file (default 16). Of the training file these are "
-        "the ones that train.py --val N held out, by default 16: no more, or the model has seen some")
+        "the ones that train.py --val N held out (by default 16, of a small file a tenth): of more the model has seen some")
     add = parser.add_argument_group("how").add_argument
     add("--block-size", type=int, default=None, metavar="B", help="default: as trained, else 4")
     add("--max-len", type=int, default=512, metavar="TOKENS", help="longer chats lose their tail")

@@ -6,6 +6,7 @@ import logging
 import os
 import re
 import shutil
+import stat
 import subprocess
 import sys
 import threading
@@ -21,7 +22,8 @@ from safetensors.torch import load_file, save_file
 from data import ChatTokenizer
 from decode import generate
 from kvcache import KVCache
-from model import HUB_NAMES, ModelConfig, PackedLinear, UserError, is_tiny, load_pretrained, pack, pick_device, pick_dtype, resolve, save_pretrained
+from model import HUB_NAMES, ModelConfig, PackedLinear, UserError, is_tiny, load_pretrained, pack, pick_device, pick_dtype, resolve
+from model import save_pretrained, write_json, write_text
 
 GOLDEN = Path(__file__).resolve().parent / "golden"
 IDS = torch.randint(4, 512, (2, 12), generator=torch.Generator().manual_seed(7))
@@ -645,7 +647,7 @@ def test_pick_device(monkeypatch):
         assert pick_device() == pick_device("auto") == torch.device(expected)
 
 
-def test_pick_dtype(monkeypatch):
+def test_pick_dtype(monkeypatch, tmp_path):
     """Fault: bfloat16 where it is emulated and slow, or a reason left out; a tiny model that answers otherwise than where it was trained."""
     assert pick_dtype(torch.device("cpu"), "bfloat16") == (torch.bfloat16, "asked for")
     assert pick_dtype(torch.device("cuda"), "float32") == (torch.float32, "asked for")
@@ -660,7 +662,29 @@ def test_pick_dtype(monkeypatch):
                 assert got == dtype and "bfloat16" in reason.replace("avx512_bf16", "bfloat16")
         assert pick_dtype(torch.device("cpu"), "auto", tiny=True) == (torch.float32, "tiny models stay in it")
     assert pick_dtype(torch.device("mps")) == (torch.float32, "mps without fast bfloat16")
-    assert is_tiny("tiny-mars") and not ModelConfig(hidden_size=576, num_attention_heads=9, num_key_value_heads=3).tiny
+    write_json(tmp_path / "config.json", ModelConfig(hidden_size=576, num_attention_heads=9, num_key_value_heads=3).to_hf())
+    assert is_tiny("tiny-mars") and not is_tiny(tmp_path)
+    write_json(tmp_path / "config.json", {"model_type": "gpt2"})
+    with pytest.raises(UserError, match=f"{tmp_path}: .*gpt2"):
+        is_tiny(tmp_path)
+
+
+def test_a_file_is_replaced_whole_and_nothing_but_a_file(tmp_path, monkeypatch):
+    """Fault: killed while it writes, half a result; `--out /dev/null` made a file for the whole machine; a link cut off from its target."""
+    file, link = tmp_path / "a.json", tmp_path / "link.json"
+    write_text(file, "old")
+    link.symlink_to(file)
+    write_text(link, "new")
+    assert link.is_symlink() and file.read_text() == "new" and sorted(p.name for p in tmp_path.iterdir()) == ["a.json", "link.json"]
+    os.mkfifo(tmp_path / "pipe")
+    reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    write_text(tmp_path / "pipe", "through")
+    assert os.read(reader, 9) == b"through" and stat.S_ISFIFO((tmp_path / "pipe").stat().st_mode)
+    os.close(reader)
+    monkeypatch.setattr(type(file), "replace", lambda *a: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        write_text(file, "half")
+    assert file.read_text() == "new"
 
 def test_loading_does_not_start_the_compiler(model_dir):
     """Fault: two seconds before the first token, spent on importing torch._dynamo; layers made later left without values."""

@@ -96,7 +96,7 @@ def test_a_half_written_checkpoint_is_never_picked_up(tmp_path, monkeypatch):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["log.jsonl", "result.json", "sft"]
 
 
-def test_only_what_is_ours_is_deleted(straight, tmp_path):
+def test_only_what_is_ours_is_deleted(tmp_path):
     """Fault: what a user keeps beside a run goes with the leftovers of a kill."""
     theirs = ["mars.old", "sft.old", "mars.tmp", "mars-step-000002.part", ".mars-best.old"]
     ours = [".mars.tmp", ".sft.old", ".mars-step-000002.tmp", ".sft-step-1000000.old"]
@@ -124,7 +124,9 @@ def test_a_damaged_checkpoint_is_named(tmp_path, monkeypatch, capsys):
     whole = file.read_bytes()
     for content in (b"", whole[: len(whole) // 2], b"not a checkpoint"):
         file.write_bytes(content)
-        assert run(tmp_path, "--resume") == 2 and f"{file}: damaged" in capsys.readouterr().err
+        assert run(tmp_path, "--resume") == 2 and f"{file}: cannot be read" in capsys.readouterr().err
+    monkeypatch.setattr(torch, "load", lambda *a, **k: (_ for _ in ()).throw(RuntimeError("DefaultCPUAllocator: can't allocate memory")))
+    assert run(tmp_path, "--resume") == 2 and "out of memory" in capsys.readouterr().err
 
 
 def test_resume_after_a_torn_log_line(straight, tmp_path, monkeypatch):
@@ -158,14 +160,22 @@ def test_finished_work_is_not_replaced_unasked(straight, tmp_path, capsys):
     before = (straight / "log.jsonl").read_bytes()
     assert run(straight) == 2
     err = capsys.readouterr().err
-    assert "is finished" in err and "--overwrite" in err and (straight / "log.jsonl").read_bytes() == before
+    assert "sft is of a finished run" in err and "--overwrite" in err and (straight / "log.jsonl").read_bytes() == before
     assert run(tmp_path, stages="sft", steps="1") == 0 and run(tmp_path, "--overwrite", stages="sft", steps="2") == 0
     assert [r[1] for r in losses(tmp_path)] == [1, 2]
     for stages in ("sft,mars", "mars"):  # the other stage, too, has its log here
-        assert run(tmp_path, stages=stages, steps="1") == 2 and "sft is finished" in capsys.readouterr().err
+        assert run(tmp_path, stages=stages, steps="1") == 2 and "sft is of a finished run" in capsys.readouterr().err
         assert run(tmp_path, "--resume", "auto", stages=stages, steps="1") == 2
         assert "other settings: " in (err := capsys.readouterr().err) and "stages was ['sft']" in err
     assert [r[1] for r in losses(tmp_path)] == [1, 2]
+    (tmp_path / "sft").rename(tmp_path / "best")  # now only the result tells of it
+    assert run(tmp_path, stages="sft", steps="1") == 2 and "result.json is of a finished run" in capsys.readouterr().err
+    (tmp_path / "best").rename(tmp_path / "mars")
+    for file in ("log.jsonl", "result.json"):
+        (tmp_path / file).unlink()  # now nothing does: a model that was copied here
+    assert run(tmp_path, "--resume", "auto", stages="mars", steps="1") == 2 and "mars is of a finished run" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        run(tmp_path, "--resume", "auto", "--overwrite")
 
 
 def test_an_unfinished_run_of_other_stages_is_not_replaced_unasked(tmp_path, monkeypatch, capsys):
@@ -364,6 +374,9 @@ def test_a_run_stopped_before_it_was_scored_is_finished(tmp_path, monkeypatch, c
     assert "n" not in result()
     scored.clear()
     monkeypatch.setattr(train, "optimizer_step", None)
+    with monkeypatch.context() as m:
+        m.setattr(train, "score", lambda *a: (_ for _ in ()).throw(KeyboardInterrupt))
+        assert run(tmp_path, *argv, stages="sft", steps="1") == 130 and "sft is finished" in capsys.readouterr().err
     monkeypatch.setattr(train, "score", lambda folder, *more: scored.append(folder) or {"n": 7})
     for _ in range(2):
         assert run(tmp_path, *argv, stages="sft", steps="1") == 0
@@ -390,7 +403,9 @@ def test_resume_auto_begins_continues_and_ends(straight, tmp_path, monkeypatch, 
     assert run(tmp_path, "--resume", "auto", "--lr", "0.5") == 2 and "other settings: lr was" in capsys.readouterr().err
     (tmp_path / "mars-step-000002").mkdir()  # killed while it cleaned up
     (tmp_path / "mars-step-000002" / "trainer_state.pt").write_bytes(b"half")
+    (tmp_path / ".mars-step-000001.old").mkdir()
     assert run(tmp_path, "--resume", "auto") == 0
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["log.jsonl", "mars", "result.json", "sft"]
 
 
 @pytest.mark.parametrize("broken", ["torch.save", "safetensors", "folder"])

@@ -1,6 +1,7 @@
 """Held-out losses and calibration; a model's own answers as training data; the picture of a run."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from conftest import tiny_model
 
 from data import arithmetic, encode_rows, read_chats
 from decode import Generation, generate
-from eval import distill, plot, validate
+from eval import cost, distill, plot, validate
 from model import save_pretrained
 from train import build_streams, dual_stream_loss
 
@@ -58,6 +59,20 @@ def test_a_mask_that_no_chat_has(tokenizer):
     rows, _ = encode_rows([[{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]], tokenizer, 64)
     found = validate.validate(tiny_model(), tokenizer, rows, 8)
     assert found["L_mask_by_mask"][-1] is None and "-" in validate.table(found) and json.dumps(found, allow_nan=False)
+
+
+def test_the_command_looks_at_the_last_16_chats_as_training_holds_out(model_dir, tmp_path, capsys):
+    """Fault: chats that were learned among those that are to tell what was not; positions that the model does not have."""
+    file, chats = tmp_path / "chats.jsonl", [p.messages() for p in arithmetic("train", 40)]
+    file.write_text("".join(json.dumps({"messages": c}) + "\n" for c in chats))
+    argv = ["--model", str(model_dir), "--device", "cpu", "--dtype", "float32", "--quiet", "--json"]
+    last = lambda: json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert validate.main([*argv, "--data", str(file)]) == 0 and (found := last())["n_chats"] == 16
+    file.write_text("".join(json.dumps({"messages": c}) + "\n" for c in chats[24:]))
+    assert validate.main([*argv, "--data", str(file)]) == 0 and last() == found
+    for command in (validate, cost):
+        assert command.main([*argv[:6], "--data", str(file), "--max-len", "513"]) == 2
+        assert "--max-len 513: the model knows positions up to 512" in capsys.readouterr().err
 
 
 def distilled(out, model_dir, questions, *more):
@@ -136,8 +151,10 @@ def test_an_interrupted_distillation_goes_on(model_dir, questions, tmp_path, end
     assert distilled(torn, model_dir, questions) == 0 and torn.read_bytes() == whole.read_bytes()
     counts = json.loads(about.read_text())["counts"]
     assert [counts[k] for k in ("prompts", "answers", "cut")] == [whole_counts[k] for k in ("prompts", "answers", "cut")]
-    other = save_pretrained(tmp_path / "other", tiny_model(seed=1), ending(model_dir), dtype=torch.float32)
-    assert distilled(torn, other, questions) == 2 and "model_sha256 was" in capsys.readouterr().err
+    own = shutil.copytree(model_dir, tmp_path / "own")
+    assert distilled(tmp_path / "b.jsonl", own, questions) == 0
+    save_pretrained(own, tiny_model(seed=1), ending(model_dir), dtype=torch.float32)  # trained on, under the same name
+    assert distilled(tmp_path / "b.jsonl", own, questions) == 2 and "other settings: model_sha256 was" in capsys.readouterr().err
 
 
 def test_a_character_cut_in_two_is_not_learned(model_dir, questions, tmp_path, monkeypatch):
