@@ -121,6 +121,11 @@ def test_tables_are_those_of_the_results_files():
     assert load.markdown(read("load.json")) in README
     assert ablation.markdown(read("ablation.json")) in README
     assert sweep.markdown([r for r in read("sweep-tiny.json")["rows"] if r["measure"] == "probability"]) in README
+    logs = [(ROOT / "results" / f"train-smollm2-135m-gsm8k-{stage}.jsonl").read_text(encoding="utf-8") for stage in ("mars", "sft")]
+    (mars, n, all_n), (sft, k, all_k) = [(sum(p) / len(p), sum(x > 0.1 for x in p), len(p))
+                                         for p in ([r["padding"] for r in map(json.loads, log.splitlines()) if "padding" in r] for log in logs)]
+    assert f"{100 * mars:.1f} % of the tokens of a\nMARS step on average, and over 10 % in {n} of {all_n} steps" in README
+    assert f"({100 * sft:.1f} % and {k} of {all_k} in SFT" in README
     assert sweep.detail(read("sweep-svamp-smollm2-135m-gsm8k-mars.json")["rows"]) in README
     for name, file in (("as it comes", "smollm2-135m"), ("after SFT", "smollm2-135m-gsm8k-sft"), ("after MARS", "smollm2-135m-gsm8k-mars")):
         r = read(f"validate-{file}.json")
