@@ -102,18 +102,18 @@ def steps_of(tokenizer, prompt, generation: Generation, forwards: list[Forward],
     return steps
 
 
-def answer(model, tokenizer, chats: list, tau: float, block_size: int, max_new_tokens: int, quiet: bool) -> dict:
-    """Answer the last question of every chat, at tau with a trace, and one token at a time to compare with."""
+def answer(model, tokenizer, chats: list, tau: float, block_size: int, max_new_tokens: int, quiet: bool, number=last_number) -> dict:
+    """Answer the last question of every chat, at tau with a trace, and one token at a time to compare with. number: of an answer's text."""
     prompts = [chat[:-1] if chat[-1]["role"] == "assistant" else chat for chat in chats]
     alone = generate(model, tokenizer, prompts, 1.0, block_size, max_new_tokens)
     rows = []
     for chat, prompt, one in zip(tqdm(chats, unit="answer", disable=quiet, leave=False, dynamic_ncols=True), prompts, alone):
         g, forwards = trace(model, tokenizer, prompt, tau, block_size, max_new_tokens)
         gold = final_number(chat[-1]["content"]) if chat[-1]["role"] == "assistant" else None
-        right, right_alone = (None if gold is None else last_number(text) == gold for text in (g.text, one.text))
+        right, right_alone = (None if gold is None else number(text) == gold for text in (g.text, one.text))
         steps = steps_of(tokenizer, prompt, g, forwards, tau)
         rows.append({"question": prompt[-1]["content"], "steps": steps, "n_tokens": len(g.ids), "n_forward": g.n_forward,
-                     "cut": g.stop_reason != "eos", "gold": gold, "said": last_number(g.text), "right": right,
+                     "cut": g.stop_reason != "eos", "gold": gold, "said": number(g.text), "right": right,
                      "right_alone": right_alone, "same": g.ids == one.ids, "alone": one.text})
     known = [r for r in rows if r["gold"] is not None]
     return {
@@ -414,7 +414,8 @@ def calibration(file: Path) -> dict:
         rows.append([f"{b['low']:.2f} to {b['high']:.2f}", f"{b['n']:,}", number(b["confidence"]), number(b["agreement"]), number(share)])
     agree = "-" if result["agreement"] is None else f"{100 * result['agreement']:.1f} %"
     text = (f"{result['n_chats']:,} held-out chats, {result['n_tokens']:,} answer tokens: {agree} of the masks choose what one token at a "
-            "time would. On the diagonal masks agree as often as their confidence says; above it more often. Whiskers: 95 % intervals.")
+            "time would. On the diagonal masks agree as often as their confidence says; above it more often. "
+            "Whiskers: 95 % intervals, as if every mask were a chat of its own.")
     head = ["confidence", "masks", "mean", "agreement", "of these and all above"]
     return {"id": "calibration", "title": "Can confidence be trusted?", "text": text, "plots": [diagram, counts],
             "tables": [Table("", ["mask of the block", "loss, nats per token", "agreement"], by_mask),
@@ -468,7 +469,8 @@ def main(argv=None) -> int:
     tokenizer, model = ChatTokenizer.from_pretrained(args.model), load_pretrained(args.model, dtype, device)
     block_size = args.block_size or tokenizer.mars.get("block_size", 4)
     print(f"{args.model} on {device}, {str(dtype).removeprefix('torch.')} ({reason}); tau {args.tau:g}, B={block_size}", flush=True)
-    answers = answer(model, tokenizer, chats, args.tau, block_size, args.max_new_tokens, args.quiet) if chats else None
+    number = final_number if args.prompts == "arithmetic" else last_number  # as eval.run scores them
+    answers = answer(model, tokenizer, chats, args.tau, block_size, args.max_new_tokens, args.quiet, number) if chats else None
     made = ["answers"] * bool(answers) + [name for name in makers if getattr(args, name)]
     about = {"model": args.model, "parameters": sum(p.numel() for p in model.parameters()), "trained": tokenizer.mars,
              "origin": provenance(device, dtype, args.prompts)}

@@ -60,7 +60,8 @@ def provenance(device=None, dtype=None, data: str | None = None, seed: int | Non
 def model_sha256(folder: Path) -> str:
     """Of a model's weights, configuration and tokenizer, read one after the other in order of name."""
     total = hashlib.sha256()
-    for path in sorted([*folder.glob("*.safetensors"), *folder.glob("*config.json"), *folder.glob("tokenizer.json")]):
+    files = [path for kind in ("*.safetensors", "*config.json", "tokenizer.json", "*.jinja") for path in folder.glob(kind)]
+    for path in sorted(files):
         with path.open("rb") as file:
             while piece := file.read(2**20):
                 total.update(piece)

@@ -124,13 +124,24 @@ def read_samples(file: Path) -> tuple[dict, list[dict]]:
 
 def whole_batches(samples: list[dict], tau: float, n: int, batch_size: int) -> list[dict]:
     """Those of one tau, from question 0 on, whose batches are the ones that a run over n questions has."""
-    mine, kept = {s["index"]: s for s in samples if s["tau"] == tau}, []
+    mine, kept = {s["index"]: s for s in samples if s["tau"] == tau and s["batch"] == batch_of(s["index"], n, batch_size)}, []
     for i in range(0, n, batch_size):
         batch = [mine.get(j) for j in range(i, min(i + batch_size, n))]
-        if not all(s and s["batch"] == len(batch) for s in batch):
+        if not all(batch):
             break
         kept += batch
     return kept
+
+
+def batch_of(index: int, n: int, batch_size: int) -> int:
+    """How many questions are answered together with this one in a run over n; 0 beyond them."""
+    return min(batch_size, n - index // batch_size * batch_size) if index < n else 0
+
+
+def score_again(samples: list[dict], questions: list[Question], task: Task) -> None:
+    """In place. So that a results file never mixes two ways of scoring: that of its code is the one of all its answers."""
+    for s in samples:
+        s["extracted"], s["correct"] = task.score(s["text"], questions[s["index"]])
 
 
 def same_run(file: Path, before: dict, settings: dict) -> None:
@@ -146,12 +157,16 @@ def rewrite(file: Path, settings: dict, samples: list[dict]) -> None:
     write_text(file, lines_of([{"settings": settings}, *samples]))
 
 
-def resume(file: Path, settings: dict, taus: list[float], n: int) -> dict[float, list[dict]]:
-    """{tau: samples to keep}; the file then holds those and other taus', behind the settings. Raises UserError for another run's file."""
+def resume(file: Path, settings: dict, taus: list[float], questions: list[Question], task: Task) -> dict[float, list[dict]]:
+    """{tau: samples to keep}, scored again. The file then holds, behind the settings, those and the ones of other taus and limits: only
+    an unfinished batch goes. Raises UserError for another run's file."""
+    n, size = len(questions), settings["batch_size"]
     before, samples = read_samples(file) if file.is_file() else ({}, [])
     same_run(file, before, settings)
-    kept = {tau: whole_batches(samples, tau, n, settings["batch_size"]) for tau in taus}
-    others = [s for s in samples if s["tau"] not in kept or s["index"] >= n]
+    kept = {tau: whole_batches(samples, tau, n, size) for tau in taus}
+    for of in kept.values():
+        score_again(of, questions, task)
+    others = [s for s in samples if s["tau"] not in kept or s["batch"] != batch_of(s["index"], n, size)]
     rewrite(file, settings, [*others, *(s for of in kept.values() for s in of)])
     return kept
 
@@ -174,25 +189,28 @@ def lines_of(records: list[dict]) -> str:
     return "".join(json.dumps(r, ensure_ascii=False) + "\n" for r in records)
 
 
-def read_other(file: Path, questions: list[Question], taus: list[float]) -> dict[float, tuple[float, dict[int, dict]]]:
-    """{tau: (tau there, {index: sample})} of the run to compare with: its same tau, or the only one it has.
+def read_other(file: Path, questions: list[Question], taus: list[float], task: str, measure: str) -> dict[float, tuple[float, dict]]:
+    """{tau: (tau there, {index: sample})} of the run to compare with: its same tau, of the same measure, or the only one it has.
 
-    Raises UserError when it is no such run, answered other questions, or has none of these taus.
+    Raises UserError when it is no such run, of another task or other questions, or has none of these taus.
     """
     samples_file = file.with_name(f"{file.stem}.samples.jsonl")
     if not samples_file.is_file():
         raise UserError(f"--against {file}: there is no {samples_file.name} beside it; name the results file of a run of eval.run")
-    _, samples = read_samples(samples_file)
+    about, samples = read_samples(samples_file)
+    if (other := about.get("task", task)) != task:
+        raise UserError(f"--against {file}: is of the task {other}, this run of {task}")
     theirs: dict[float, dict] = {}
     for s in samples:
         if "tau" not in s:
             raise UserError(f"--against {file}: not of eval.run, its answers have no tau")
         if s["index"] < len(questions):
-            if s["prompt"] != questions[s["index"]].messages:
+            if (s["prompt"], s["gold"]) != (questions[s["index"]].messages, questions[s["index"]].gold):
                 raise UserError(f"--against {file}: its question {s['index']} is another one; both runs must have the same data")
             theirs.setdefault(s["tau"], {})[s["index"]] = s
     only = next(iter(theirs)) if len(theirs) == 1 else None
-    found = {tau: (there, theirs[there]) for tau in taus if (there := tau if tau in theirs else only) is not None}
+    same = theirs if about.get("measure", measure) == measure else {}
+    found = {tau: (there, theirs[there]) for tau in taus if (there := tau if tau in same else only) is not None}
     if missing := [f"{tau:g}" for tau in taus if tau not in found]:
         raise UserError(f"--against {file}: has no tau {', '.join(missing)}; it has {', '.join(f'{t:g}' for t in theirs) or 'no answers'}")
     return found
@@ -223,8 +241,9 @@ def show(rows: list[dict], against: list[dict], other) -> None:
         print(line.format(**r), f"{r['identical_to_first_tau']:28.2f}{r['prefix_of_first_tau']:8.2f}")
     if against:
         print(f"\nagainst {other}, question by question")
-        print("   tau  there   right here - there, 95 % interval   only here  only there   same text")
-        line = "{tau:6g} {against_tau:6g}  {difference:+.3f}  {low:+.3f} .. {high:+.3f} {only_here:20d} {only_there:11d}  {same_text:10.2f}"
+        print("   tau  there  answers   right here - there, 95 % interval   only here  only there   same text")
+        line = ("{tau:6g} {against_tau:6g} {n:8d}  {difference:+.3f}  {low:+.3f} .. {high:+.3f} {only_here:20d} {only_there:11d}"
+                "  {same_text:10.2f}")
         for r in against:
             print(line.format(**r))
 
@@ -268,7 +287,7 @@ def main(argv=None) -> int:
     args.max_new_tokens = args.max_new_tokens or task.max_new_tokens
     every = task.read(args.data)
     questions = every[: args.limit]
-    others = read_other(args.against, questions, taus) if args.against else {}
+    others = read_other(args.against, questions, taus, args.task, args.measure) if args.against else {}
     tokenizer, folder = ChatTokenizer.from_pretrained(args.model), resolve(args.model)
     device = pick_device(args.device)
     dtype, reason = pick_dtype(device, args.dtype, is_tiny(folder))
@@ -284,7 +303,7 @@ def main(argv=None) -> int:
     with only_one(samples_file):
         if args.overwrite:
             samples_file.unlink(missing_ok=True)
-        kept = resume(samples_file, settings, taus, len(questions))
+        kept = resume(samples_file, settings, taus, questions, task)
         n_kept = sum(map(len, kept.values()))
         print(f"{args.model} on {device}, {settings['dtype']} ({reason}); {len(questions)} questions of {args.data or args.task}"
               f"{f', {n_kept} of {len(questions) * len(taus)} answers are there' if n_kept else ''}", flush=True)
@@ -308,7 +327,8 @@ def main(argv=None) -> int:
     show(rows, against, args.against)
     result = {"task": args.task, "n": len(questions), "rows": rows}
     more = {"against": {"file": str(args.against), "rows": against}} if args.against else {}
-    write_results(out, result | more | {"settings": settings, "trained": tokenizer.mars, **origin})
+    about = {"settings": settings, "from_an_earlier_call": n_kept, "trained": tokenizer.mars}
+    write_results(out, result | more | about | origin)
     if args.json:
         print(json.dumps(result | more))
     return 0

@@ -62,11 +62,12 @@ def mode() -> str:
 
 
 def ask_guard(ask: dict) -> dict:
+    bare = {name: os.environ[name] for name in ("LD_LIBRARY_PATH", "SYSTEMROOT") if name in os.environ}  # of our secrets none
     with tempfile.TemporaryDirectory(prefix="mars-program-", ignore_cleanup_errors=True) as folder:
         text = json.dumps(ask | {"folder": folder})
         try:
             guard = subprocess.run([sys.executable, "-I", __file__], input=text, capture_output=True, text=True, encoding="utf-8",
-                                   timeout=ask["seconds"] + 60)
+                                   timeout=ask["seconds"] + 60, env=bare)
         except subprocess.TimeoutExpired:
             return {"passed": False, "reason": "could not be stopped"}
     if guard.returncode < 0:
@@ -146,6 +147,7 @@ def child(ask: dict, folder: str, word: str, result: int, output: int) -> None:
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         os.dup2(output, 1)
         os.dup2(output, 2)
+        os.close(output)
         confine(folder, ask["seconds"], ask["limits"])
         module = sys.modules["program"] = types.ModuleType("program")  # not __main__: what a script does when started is not wanted
         exec(compile(ask["program"], "<program>", "exec"), vars(module))

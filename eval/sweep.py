@@ -2,14 +2,14 @@
 
     python -m eval.sweep --model tiny-mars --blocks 2,4,5 --out out/sweep.json --plot out/sweep.png
 
-Each batch of questions is answered by one token at a time (`ar`), Jacobi decoding and every setting in turn, each time beginning with
-another one, so that all share whatever else the machine does; a speed-up is the median over the batches of tokens per second over `ar`.
-The same command goes on where it was interrupted. --model may name several, with commas: trained with other block sizes, or before MARS.
+Each batch of questions is answered by one token at a time (`ar`), Jacobi decoding and every setting, each time in another order, so
+that all share whatever else the machine does; a speed-up is the median over the batches of tokens per second over `ar`. The same command
+goes on behind the last batch that all had answered. --model may name several, with commas: trained with other block sizes, or before MARS.
 """
 
 import argparse
 import json
-import math
+import random
 import statistics
 import sys
 from pathlib import Path
@@ -21,7 +21,7 @@ from data import ChatTokenizer
 from decode import MEASURES, generate
 from eval import jacobi, sandbox
 from eval.results import command, model_sha256, provenance, write_results
-from eval.run import agreement, answer, lines_of, only_one, read_samples, read_taus, rewrite, same_run, summary
+from eval.run import agreement, answer, lines_of, only_one, read_samples, read_taus, rewrite, same_run, score_again, summary
 from eval.tasks import TASKS, questions_sha256
 from model import UserError, is_tiny, load_pretrained, pack, pick_device, pick_dtype, resolve
 
@@ -53,10 +53,9 @@ def sayer(s: Setting, model, tokenizer, max_new_tokens: int):
     return lambda prompts: generate(model, tokenizer, prompts, s.tau, s.block_size, max_new_tokens, measure=s.measure)
 
 
-def in_turn(listed: list[Setting], n_rounds: int, i: int) -> list[Setting]:
-    """The order of round i: all settings, beginning further on in each round, so that each is as often near `ar` as far from it."""
-    at = i * len(listed) // n_rounds % len(listed)
-    return listed[at:] + listed[:at]
+def in_turn(listed: list[Setting], i: int) -> list[Setting]:
+    """The order of round i, drawn anew for every round, so that none is always near `ar` or always far from it."""
+    return random.Random(i).sample(listed, len(listed))
 
 
 def summarize(listed: list[Setting], samples: list[dict], batch_size: int) -> list[dict]:
@@ -74,7 +73,7 @@ def summarize(listed: list[Setting], samples: list[dict], batch_size: int) -> li
         whole = range(0, max(batch_size, len(mine) - batch_size + 1), batch_size)
         ratios = [rate(mine[i : i + batch_size]) / rate(plain[i : i + batch_size]) for i in whole]
         identical, prefix = agreement(*([x["ids"] for x in of] for of in (plain, mine)))
-        rows.append({**s._asdict(), **summary(mine), "speedup": statistics.median(ratios),
+        rows.append({**s._asdict(), **summary(mine), "speedup": statistics.median(ratios), "speedups": ratios,
                      "identical_to_ar": identical, "prefix_of_ar": prefix})  # fmt: skip
     return rows
 
@@ -230,6 +229,7 @@ def main(argv=None) -> int:
         before, samples = read_samples(file) if file.is_file() else ({}, [])
         same_run(file, before, about)
         per_round, n_all = len(listed) * args.batch_size, len(listed) * len(questions)
+        score_again(samples, questions, task)
         samples = samples if len(samples) == n_all else samples[: len(samples) // per_round * per_round]  # whole rounds
         rewrite(file, about, samples)
         print(f"{args.model} on {device}, {origin['dtype']} ({reason}); {len(listed)} settings, {len(questions)} questions of "
@@ -239,10 +239,9 @@ def main(argv=None) -> int:
         if len(samples) < n_all:  # a warm-up that does not count
             for name in names:
                 generate(models[name], tokenizers[name], [q.messages for q in questions[: args.batch_size]], 0.9, max_new_tokens=8)
-        n_rounds = math.ceil(len(questions) / args.batch_size)
         with tqdm(total=n_all, initial=len(samples), unit="answer", disable=args.quiet, dynamic_ncols=True) as bar:
             for i in range(len(samples) // len(listed), len(questions), args.batch_size):
-                for s in in_turn(listed, n_rounds, i // args.batch_size):
+                for s in in_turn(listed, i // args.batch_size):
                     new = [{"setting": list(s), **x} for x in answer(questions[i : i + args.batch_size], i, task, say[s])]
                     samples += new
                     with file.open("a", encoding="utf-8") as f:

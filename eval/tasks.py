@@ -156,9 +156,9 @@ def longest_program(code: str, least: int = 0) -> str | None:
 def program_of(text: str, row: dict) -> str:
     """The program that an answer means. Decided by syntax alone, never by what passes.
 
-    The first code block that defines the function with a body, and of the other blocks those that only define or import; without such a
-    block the text from its first line of code, else the text (or block) as the function's body. The prompt's imports and helpers come
-    first.
+    The first code block that defines the function with a body, and of the other blocks those that only define or import and do not
+    name the function; without such a block the text from its first line of code, else the text (or block) as the function's body. The
+    prompt's imports and helpers come first. Calls, asserts and loops outside of definitions are examples, and are left out.
     """
     name, prompt = row["entry_point"], row["prompt"]
     defines = re.compile(rf"^(?:async )?def {re.escape(name)}\b", re.M)
@@ -166,7 +166,7 @@ def program_of(text: str, row: dict) -> str:
     blocks = [textwrap.dedent(block) for block in FENCE.findall(text)]
     for i, block in enumerate(blocks):
         if code := defining(block, defines, name):
-            others = [b for b in (*blocks[:i], *blocks[i + 1 :]) if only_defines(b) and not defines.search(b)]
+            others = [b for b in (*blocks[:i], *blocks[i + 1 :]) if only_defines(b) and not re.search(rf"\b{re.escape(name)}\b", b)]
             return joined(before, *others, code)
     if found := defines.search(text):
         for start in (m.start() for m in CODE.finditer(text[: found.end()])):
@@ -181,10 +181,18 @@ def program_of(text: str, row: dict) -> str:
 
 
 def defining(code: str, defines: re.Pattern, name: str) -> str | None:
-    """The longest program in code that defines the function, with a body."""
+    """The longest program in code that defines the function, with a body; without the examples in it."""
     found = defines.search(code)
     program = longest_program(code, code[: found.end()].count("\n") + 1) if found else None
-    return program if program and has_body(program, name) else None
+    return without_examples(program) if program and has_body(program, name) else None
+
+
+def without_examples(code: str) -> str:
+    """The code without calls, asserts and loops outside of definitions, which may fail (or be cut off) where the function is right."""
+    examples = (ast.Expr, ast.Assert, ast.For, ast.While, ast.With, ast.AsyncFor, ast.AsyncWith)
+    body = statements(code)
+    kept = [s for s in body if not isinstance(s, examples)]
+    return code if len(kept) == len(body) else ast.unparse(ast.Module(kept, []))
 
 
 def statements(code: str) -> list:

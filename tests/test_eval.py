@@ -86,6 +86,13 @@ def test_an_interrupted_run_goes_on(model_dir, tmp_path, monkeypatch, capsys):
     assert run.main([*argv, str(out), "--limit", "8"]) == 0 and asked == [2, 2]  # more questions: only the last, shorter batches anew
     asked[:] = []
     assert run.main([*argv, str(out), "--limit", "5"]) == 0 and asked == [2, 2]  # fewer: 3..4 were answered with 5
+    asked[:] = []
+    for limit in ("8", "7", "5", "3"):  # nothing was lost by asking for less
+        assert run.main([*argv, str(out), "--limit", limit]) == 0 and asked == []
+    monkeypatch.setitem(run.TASKS, "arithmetic", run.TASKS["arithmetic"]._replace(score=lambda text, question: ("new", True)))
+    assert run.main([*argv, str(out), "--limit", "8"]) == 0 and asked == []  # but all are scored by the code of now
+    assert all(r["accuracy"] == 1.0 and r["n"] == 8 for r in json.loads(out.read_text())["rows"])
+    assert all(s["extracted"] == "new" for s in answer_rows(out) if s["batch"] == 3)
     capsys.readouterr()
     assert run.main([*argv, str(out), "--max-new-tokens", "8"]) == 2
     assert "max_new_tokens was 9, is 8" in capsys.readouterr().err
@@ -103,6 +110,12 @@ def test_two_runs_are_compared_question_by_question(model_dir, tmp_path, capsys)
     assert same["same_text"] == 1 > fast["same_text"] and (same["against_tau"], fast["against_tau"]) == (1.0, 1.0) and same["n"] == 4
     file = tmp_path / "one.samples.jsonl"
     file.write_text(file.read_text().replace("How many", "How much"))
+    assert run.main([*argv, str(tmp_path / "two.json"), "--tau", "1", "--against", str(tmp_path / "one.json")]) == 2
+    assert "its question 0 is another one" in capsys.readouterr().err
+    file.write_text(file.read_text().replace("How much", "How many").replace('"task": "arithmetic"', '"task": "gsm8k"'))
+    assert run.main([*argv, str(tmp_path / "two.json"), "--tau", "1", "--against", str(tmp_path / "one.json")]) == 2
+    assert "is of the task gsm8k, this run of arithmetic" in capsys.readouterr().err
+    file.write_text(file.read_text().replace('"task": "gsm8k"', '"task": "arithmetic"').replace('"gold": ', '"gold": 7'))
     assert run.main([*argv, str(tmp_path / "two.json"), "--tau", "1", "--against", str(tmp_path / "one.json")]) == 2
     assert "its question 0 is another one" in capsys.readouterr().err
     argv = ["--model", "none there", "--tau", "1,0.5", "--against"]  # found out before a model is loaded

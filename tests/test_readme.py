@@ -116,7 +116,7 @@ def test_every_experiment_is_in_the_table_as_it_was_run():
 def test_tables_are_those_of_the_results_files():
     """Fault: a table typed by hand, or left behind by newer results."""
     read = lambda name: json.loads((ROOT / "results" / name).read_text(encoding="utf-8"))
-    for name in ("speed-tiny.json", "speed-smollm2-135m-mars.json"):
+    for name in ("speed-tiny.json", "speed-smollm2-135m-mars.json", "speed-smollm2-135m-gsm8k-mars.json"):
         assert speed.markdown(read(name)) in README, name
     assert load.markdown(read("load.json")) in README
     assert ablation.markdown(read("ablation.json")) in README
@@ -126,8 +126,12 @@ def test_tables_are_those_of_the_results_files():
                                          for p in ([r["padding"] for r in map(json.loads, log.splitlines()) if "padding" in r] for log in logs)]
     assert f"{100 * mars:.1f} % of the tokens of a\nMARS step on average, and over 10 % in {n} of {all_n} steps" in README
     assert f"({100 * sft:.1f} % and {k} of {all_k} in SFT" in README
-    assert sweep.detail(read("sweep-svamp-smollm2-135m-gsm8k-mars.json")["rows"]) in README
-    for name, file in (("as it comes", "smollm2-135m"), ("after SFT", "smollm2-135m-gsm8k-sft"), ("after MARS", "smollm2-135m-gsm8k-mars")):
+    for name in ("sweep-svamp-smollm2-135m-gsm8k-mars.json", "sweep-gsm8k-smollm2-135m.json"):
+        rows = read(name)["rows"]
+        for model in {r["model"] for r in rows}:
+            assert sweep.detail([r for r in rows if r["model"] == model]) in README, (name, model)
+    for name, file in (("as it comes", "smollm2-135m"), ("after SFT", "smollm2-135m-gsm8k-sft"), ("after MARS", "smollm2-135m-gsm8k-mars"),
+                       ("as it comes, own words", "own-smollm2-135m"), ("after MARS, own words", "own-smollm2-135m-own")):
         r = read(f"validate-{file}.json")
         assert f"| {name} | {r['L_AR']:.3f} | {r['L_mask']:.2f} | {100 * r['agreement']:.1f} % |" in README, name
     result = read("tiny.json")

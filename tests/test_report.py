@@ -214,7 +214,7 @@ def test_what_is_not_given_is_left_out_and_named(tmp_path):
 
 @pytest.mark.parametrize("option, content, says", [
     ("log", None, "no such file"), ("sweep", None, "no such file"), ("speed", None, "no such file"), ("validate", None, "no such file"),
-    ("log", "{}\n{}\n", "no step"), ("log", "\nnot json\n", "--log"), ("sweep", "not json", "not valid JSON"), ("sweep", "[1]", "must hold a JSON object"),
+    ("log", '{"settings": {}}\n', "no step"), ("log", "\nnot json\n", "not a log of"), ("log", "{}\n{}\n", "not a log of"), ("sweep", "not json", "not valid JSON"), ("sweep", "[1]", "must hold a JSON object"),
     ("sweep", {}, "no field 'rows'"), ("sweep", {"rows": []}, "no rows"), ("sweep", {"rows": 3}, "not what --sweep reads"),
     ("sweep", {"rows": [{"tau": 1.0, "tokens_per_forward": 1.0, "low": 0, "high": 1}]}, "no field 'accuracy'"),
     ("sweep", {"rows": [{"tau": 1.0, "accuracy": "high", "tokens_per_forward": 1.0, "low": 0, "high": 1}]}, "'high'"),

@@ -100,6 +100,13 @@ RIGHT = {
     "a fence behind words": f"Sure! ```python\n{HEAD}    return [2 * x for x in xs]\n```\nThis doubles each.",
     "a fence in a list": f"1. ```python\n{HEAD}    return [2 * x for x in xs]\n```\nThis doubles each.",
     "a strange escape": f"```python\n{HEAD}    pattern = '\\d'\n    return [2 * x for x in xs]\n```",
+    "an exit behind it": f"```python\n{HEAD}    return [2 * x for x in xs]\nimport sys\nsys.exit(0)\n```",
+    "a wrong example behind it": f"```python\n{HEAD}    return [2 * x for x in xs]\n\nassert doubled([1]) == [3]\n```",
+    "half a line that compiles": f"```python\n{HEAD}    return [2 * x for x in xs]\n\nfor xs in ([1], [2]):\n    print(doubled(xs))\n\nche",
+    "an example that assigns, before": f"```python\nresult = doubled([1, 2])\n```\n```python\n{HEAD}    return [2 * x for x in xs]\n```",
+    "how to import it": f"```python\n{HEAD}    return [2 * x for x in xs]\n```\n```python\nfrom solution import doubled\n```",
+    "a decorator and a constant": f"```python\nfrom functools import wraps\nTWO = 2\ndef same(f):\n    @wraps(f)\n    def g(*a):\n        "
+    f"return f(*a)\n    return g\n\n@same\n{HEAD}    return [TWO * x for x in xs]\n\nprint(doubled([1, 2]))\n```",
     "windows newlines": f"```python\r\n{HEAD}    return [2 * x for x in xs]\r\n```\r\n",
 }
 WRONG = {
@@ -109,7 +116,7 @@ WRONG = {
     "wrong": f"```python\n{HEAD}    return xs\n```",
     "not the function": "```python\ndef other(xs):\n    return [2 * x for x in xs]\n```",
     "syntax": f"```python\n{HEAD}    return [2 * x for x in xs\n```",
-    "leaves": f"```python\n{HEAD}    return [2 * x for x in xs]\nimport sys\nsys.exit(0)\n```",
+    "leaves": f"```python\n{HEAD}    import sys\n    sys.exit(0)\n```",
     "leaves at once": f"```python\nimport os\n{HEAD}    os._exit(0)\n```",
     "a second, right try after a wrong one": f"```python\n{HEAD}    return xs\n```\nBetter:\n```python\n{HEAD}    return [2 * x for x in xs]\n```",
     "never ends in the test": f"```python\n{HEAD}    while len(xs):\n        xs = xs[:]\n    return xs\n```",
@@ -183,7 +190,8 @@ def test_programs_are_stopped(program, namespaces):
 @pytest.mark.parametrize("namespaces", [True, False])
 def test_one_program_does_not_end_the_evaluation(namespaces):
     """Fault: a program that ends its guard, or says several lines, breaks off all that follows."""
-    passed, reason = sandbox.run("import os, signal\nos.kill(os.getppid(), signal.SIGTERM)\nos.kill(-1, 9)", CHECK, namespaces=namespaces, seconds=2)
+    everyone = "os.kill(-1, 9)\n" if os.geteuid() == 0 or namespaces and sandbox.mode() == "namespaces" else ""  # else it would reach you
+    passed, reason = sandbox.run(f"import os, signal\nos.kill(os.getppid(), signal.SIGTERM)\n{everyone}", CHECK, namespaces=namespaces, seconds=2)
     assert not passed and reason != "passed"
     assert sandbox.run("raise ValueError('a\\nb')", CHECK, namespaces=namespaces) == (False, "ValueError: b")
 
@@ -218,13 +226,23 @@ def test_nothing_survives(namespaces, tmp_path):
     mark = f"mars-survivor-{os.getpid()}-{namespaces}"
     program = ("import os, sys, time\nfor i in range(3):\n    if os.fork() == 0:\n        os.setsid()\n        if os.fork() == 0:\n"
                f"            os.execv('/bin/sh', ['{mark}', '-c', 'sleep 600; true'])\n        os._exit(0)\n" + GOOD)
-    assert sandbox.run(program, CHECK + "import time\ntime.sleep(0.3)", namespaces=namespaces)[0]
+    many = {} if os.geteuid() == 0 else {"processes": 100_000}  # the limit may count all that this user runs
+    assert sandbox.run(program, CHECK + "import time\ntime.sleep(0.3)", namespaces=namespaces, **many)[0]
     running = []
     for pid in filter(str.isdigit, os.listdir("/proc")):
         with contextlib.suppress(OSError):
             running.append(Path(f"/proc/{pid}/cmdline").read_text())
     assert running and not [command for command in running if mark in command]
     assert not sandbox.run("import os\nwhile True: os.fork()", CHECK, seconds=1, namespaces=namespaces)[0]
+
+
+@pytest.mark.parametrize("namespaces", [True, False])
+def test_a_program_does_not_see_our_environment(namespaces, monkeypatch):
+    """Fault: a token in the environment of the evaluation is there to be read, if not in os.environ then in that of the process."""
+    monkeypatch.setenv("MARS_TEST_SECRET", "tell-nobody")
+    program = ("import os\nfound = str(dict(os.environ))\nfor pid in ('self', os.getppid()):\n    try:\n"
+               "        found += open(f'/proc/{pid}/environ').read()\n    except OSError:\n        pass\nassert 'tell-nobody' not in found\n")
+    assert sandbox.run(program, namespaces=namespaces) == (True, "passed")
 
 
 def test_a_program_gets_a_folder_of_its_own_and_writes_nowhere_else(tmp_path):
