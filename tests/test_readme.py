@@ -134,6 +134,9 @@ def test_tables_are_those_of_the_results_files():
                        ("as it comes, own words", "own-smollm2-135m"), ("after MARS, own words", "own-smollm2-135m-own")):
         r = read(f"validate-{file}.json")
         assert f"| {name} | {r['L_AR']:.3f} | {r['L_mask']:.2f} | {100 * r['agreement']:.1f} % |" in README, name
+    [row] = read("humaneval-qwen2.5-coder-0.5b.json")["rows"]
+    right, low, high = (100 * row[k] for k in ("accuracy", "low", "high"))
+    assert f"{round(row['accuracy'] * row['n'])} right, {right:.1f} % (95 % interval {low:.1f} to {high:.1f};" in README
     result = read("tiny.json")
     for name, r in [("before MARS", result["sft"]), *((f"MARS, tau {r['tau']:g}", r) for r in result["mars"].values())]:
         row = f"| {name} | {100 * r['accuracy']:.1f} % | {r['tokens_per_forward']:.2f} | {r['speedup']:.2f}x | {r['speedup_batch16']:.2f}x |"
