@@ -133,12 +133,6 @@ def build_streams(rows: list[Row], block_size: int | None, mask_id: int, anchor=
     return Streams(input_ids, positions, starts, torch.arange(Tc + Tn) >= Tc, labels)
 
 
-def check_max_len(max_len: int, config: ModelConfig) -> None:
-    """Raises UserError for chats longer than the model's positions."""
-    if max_len > config.max_position_embeddings:
-        raise UserError(f"--max-len {max_len}: the model knows positions up to {config.max_position_embeddings}")
-
-
 def count_targets(rows: list[Row]) -> tuple[int, int]:
     """(noisy, clean) supervised tokens of rows: n - 1 and n for every assistant turn of n tokens."""
     n = sum(r.n_targets for r in rows)
@@ -324,6 +318,12 @@ def estimate_seconds(model, rows: list[Row], block_size, batch_size: int, mask_i
 
 
 # ------------------------------------------------------------------------------------------------------ the command
+
+
+def check_max_len(max_len: int, config: ModelConfig) -> None:
+    """Raises UserError for chats of more tokens than the model has positions."""
+    if max_len > config.max_position_embeddings:
+        raise UserError(f"--max-len {max_len}: the model knows positions up to {config.max_position_embeddings}")
 
 
 def memory_mb(device) -> dict:

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 import train
-from data import ChatTokenizer, download, encode_rows, epoch_steps, load_chats
+from data import ChatTokenizer, encode_rows, epoch_steps, load_chats
 from eval.results import command, provenance, write_results
 from eval.speed import start_peak, synchronize
 from model import UserError, is_tiny, load_pretrained, pick_device, pick_dtype
@@ -99,9 +99,8 @@ def main(argv=None) -> int:
     if result["memory_ratio"]:
         print(f"and {result['memory_ratio']:.2f}x its peak memory ({result['peak_mb']['mars']:.0f} MB over {result['peak_mb']['sft']:.0f})")
     if args.out:
-        data = str(download("gsm8k")) if args.data == "gsm8k" else args.data
         settings = {k: getattr(args, k) for k in ("model", "block_size", "batch_size", "micro_tokens", "max_len")}
-        write_results(args.out, result | {"settings": settings, **provenance(args.device, args.dtype, data, args.seed)})
+        write_results(args.out, result | {"settings": settings, **provenance(args.device, args.dtype, args.data, args.seed)})
     if args.json:
         print(json.dumps(result))
     return 0

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from data import DOWNLOADS, download
 from model import UserError, is_out_of_memory, write_text
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -43,7 +44,7 @@ def provenance(device=None, dtype=None, data: str | None = None, seed: int | Non
         git = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
     except OSError:
         git = None
-    file = Path(data).expanduser() if data else None
+    file = download(data) if data in DOWNLOADS else Path(data).expanduser() if data else None
     return {
         "command": shlex.join(["python", "-m", f"eval.{Path(sys.argv[0]).stem}", *sys.argv[1:]]),
         "commit": git.stdout.strip() or None if git else None,

@@ -62,7 +62,7 @@ def mode() -> str:
 
 
 def ask_guard(ask: dict) -> dict:
-    bare = {name: os.environ[name] for name in ("LD_LIBRARY_PATH", "SYSTEMROOT") if name in os.environ}  # of our secrets none
+    bare = {name: os.environ[name] for name in ("LD_LIBRARY_PATH",) if name in os.environ}  # Python may need it; of our secrets none
     with tempfile.TemporaryDirectory(prefix="mars-program-", ignore_cleanup_errors=True) as folder:
         text = json.dumps(ask | {"folder": folder})
         try:

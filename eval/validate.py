@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from data import ChatTokenizer, Row, arithmetic, download, encode_rows, first_question, micro_batches, read_chats
+from data import ChatTokenizer, Row, arithmetic, encode_rows, first_question, load_chats, micro_batches
 from decode import Rules, candidates, generate
 from eval.results import command, provenance, write_results
 from model import UserError, is_tiny, load_pretrained, pick_device, pick_dtype
@@ -116,8 +116,8 @@ def main(argv=None) -> int:
     dtype, reason = pick_dtype(device, args.dtype, is_tiny(args.model))
     tokenizer, model = ChatTokenizer.from_pretrained(args.model), load_pretrained(args.model, dtype, device)
     check_max_len(args.max_len, model.config)
-    unseen, data = args.data == "arithmetic", download("gsm8k") if args.data == "gsm8k" else args.data
-    chats = [p.messages() for p in arithmetic("test", args.limit)] if unseen else read_chats(data)[-args.limit :]
+    unseen = args.data == "arithmetic"
+    chats = [p.messages() for p in arithmetic("test", args.limit)] if unseen else load_chats(args.data)[-args.limit :]
     rows, cut = encode_rows(chats, tokenizer, args.max_len)
     if not rows:
         raise UserError(f"{args.data}: no chat is left to look at: {dict(cut)}")
@@ -127,7 +127,7 @@ def main(argv=None) -> int:
     print(table(result))
     if args.out:
         settings = {"model": args.model, "block_size": block_size, "limit": args.limit, "max_len": args.max_len}
-        about = {"settings": settings, "cut": dict(cut), "trained": tokenizer.mars, **provenance(device, dtype, str(data))}
+        about = {"settings": settings, "cut": dict(cut), "trained": tokenizer.mars, **provenance(device, dtype, args.data)}
         write_results(args.out, result | about)
     if args.json:
         print(json.dumps(result))

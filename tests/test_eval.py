@@ -10,7 +10,7 @@ from conftest import ROOT, tiny_model
 import train
 from data import arithmetic
 from decode import generate
-from eval import cost, exactness, experiments, pictures, quick, run, speed, tasks
+from eval import cost, exactness, experiments, pictures, quick, results, run, speed, tasks
 from model import UserError
 
 
@@ -360,3 +360,12 @@ def test_cost_of_a_step(model_dir, tmp_path, capsys, monkeypatch):
     row, config = Row(list(range(10)), [(4, 10)]), tiny_model().config                 # 10 clean tokens, 6 masks, 6 + 5 targets
     layers, head = 3 * 64 * (2 * 64 + 2 * 32 + 3 * 96), 64 * 512
     assert cost.flop_ratio(config, [row], 4) == pytest.approx((16 * layers + 11 * head) / (10 * layers + 6 * head))
+
+
+def test_data_by_name_has_its_hash_in_the_results(tmp_path, monkeypatch):
+    """Fault: a results file that does not tell which data it was made with, when they were named and not given as a file."""
+    (tmp_path / "file").write_bytes(b"rows")
+    monkeypatch.setattr(results, "download", lambda name: tmp_path / "file")
+    for data in ("gsm8k", str(tmp_path / "file")):
+        assert results.provenance(data=data)["data_sha256"] == hashlib.sha256(b"rows").hexdigest()
+    assert results.provenance(data="arithmetic")["data_sha256"] is None
